@@ -1,0 +1,1 @@
+"""Turns prompts into deltas on one card. Knows nothing about HTTP, queues or other workers."""

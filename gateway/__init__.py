@@ -1,0 +1,1 @@
+"""Speaks OpenAI to the world. Knows nothing about workers or models' insides."""

@@ -1,0 +1,1 @@
+"""Decides who waits and who runs, and where. Knows nothing about text or HTTP."""

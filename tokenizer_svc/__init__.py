@@ -1,0 +1,1 @@
+"""Text to token ids and back: a library with a service around it."""

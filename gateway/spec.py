@@ -44,6 +44,8 @@ class GenerationSpec:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
+    hold_back_longest_stop: bool = False
+    """Stream text late by the longest stop string instead of only while it can begin one."""
     logprobs: int | None = None
     """Alternatives per generated token; None: no logprobs."""
     prompt_logprobs: int | None = None

@@ -1,0 +1,126 @@
+"""Who may come in, and how much they may bring: API keys, header and body sizes.
+
+Keys are compared in constant time. Sizes are checked before anything is kept, so a client cannot make the
+process hold more than the settings allow.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from starlette.types import Receive
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from candor import errors
+
+_HEADERS_TOO_LARGE = (
+    b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: application/json\r\n"
+    b"content-length: %d\r\nconnection: close\r\n\r\n%s"
+)
+
+
+class BodyTooLarge(errors.InvalidArgument):
+    """The request body is above the limit."""
+
+    http_status, default_reason = 413, "BODY_TOO_LARGE"
+
+
+class ApiKeys:
+    """The keys that open /v1. Without any, everything is open."""
+
+    def __init__(self, keys: Iterable[str]) -> None:
+        self._credentials = [b"Bearer " + key.encode() for key in keys]
+
+    def admits(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
+        """Whether the Authorization header is, to the character, `Bearer ` and one of the keys."""
+        if not self._credentials:
+            return True
+        given = next((value for name, value in headers if name == b"authorization"), b"")
+        # Every key is compared, so that the time tells nothing about which one came close.
+        return sum([hmac.compare_digest(given, known) for known in self._credentials]) > 0
+
+
+async def read_body(
+    receive: Receive, headers: Iterable[tuple[bytes, bytes]], *, limit: int, timeout_s: float
+) -> bytes:
+    """The whole body. Raises BodyTooLarge, Cancelled when the client leaves, DeadlineExceeded."""
+    declared = next((value for name, value in headers if name == b"content-length"), b"")
+    if declared.isdigit() and int(declared) > limit:
+        raise _too_large(limit)
+    parts: list[bytes] = []
+    size = 0
+    while True:
+        try:
+            async with asyncio.timeout(timeout_s):
+                message = await receive()
+        except TimeoutError:
+            raise errors.DeadlineExceeded(
+                f"the request body stopped for {timeout_s:g} s, which is the limit"
+            ) from None
+        if message["type"] == "http.disconnect":
+            raise errors.Cancelled("the client left while sending its request")
+        part = message.get("body", b"")
+        size += len(part)
+        if size > limit:
+            raise _too_large(limit)
+        parts.append(part)
+        if not message.get("more_body", False):
+            return b"".join(parts)
+
+
+def _too_large(limit: int) -> BodyTooLarge:
+    return BodyTooLarge(f"the request body is larger than the limit of {limit} bytes")
+
+
+def bounded_protocol(max_header_bytes: int, refusal: bytes) -> type[HttpToolsProtocol]:
+    """uvicorn's HTTP protocol with a bound on what comes before the body.
+
+    The parser itself would collect an endless header line. `refusal` is the JSON body of the 431. The
+    application also gets `scope["candor.abort"]`, which drops the connection of a client that does not read.
+    """
+
+    class Bounded(HttpToolsProtocol):
+        _head_bytes = 0
+        _in_head = True
+
+        def on_message_begin(self) -> None:
+            super().on_message_begin()
+            self._in_head = True
+            abort: Callable[[], Any] = self.transport.abort
+            self.scope["candor.abort"] = abort  # type: ignore[typeddict-unknown-key]
+
+        def on_headers_complete(self) -> None:
+            self._in_head, self._head_bytes = False, 0
+            size = len(self.url) + sum(len(n) + len(v) for n, v in self.headers)
+            if size > max_header_bytes:
+                self._refuse()
+                return
+            super().on_headers_complete()
+
+        def on_message_complete(self) -> None:
+            self._in_head = True
+            if not self.transport.is_closing():
+                super().on_message_complete()
+
+        def on_body(self, body: bytes) -> None:
+            if not self.transport.is_closing():
+                super().on_body(body)
+
+        def data_received(self, data: bytes) -> None:
+            if self.transport.is_closing():
+                return
+            super().data_received(data)
+            # Only what is still an unfinished head counts; a body has its own limit.
+            if self._in_head and not self.transport.is_closing():
+                self._head_bytes += len(data)
+                if self._head_bytes > max_header_bytes:
+                    self._refuse()
+
+        def _refuse(self) -> None:
+            self.transport.write(_HEADERS_TOO_LARGE % (len(refusal), refusal))
+            self.transport.close()
+
+    return Bounded

@@ -249,7 +249,7 @@ class Dialect(Protocol):
 
 def open_dialect(name: str, options: Options) -> Dialect:
     """The dialect of this name. Raises KeyError for an unknown one."""
-    from gateway.dialects.vllm05 import Vllm05
+    from gateway.dialects.vllm05.dialect import Vllm05
 
     table = {"vllm-0.5": Vllm05}
     return table[name](options)

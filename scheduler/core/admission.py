@@ -1,0 +1,98 @@
+"""Whether a request may wait at all: every refusal there is, in the order in which it is looked for.
+
+Raises `candor.errors`; changes nothing.
+"""
+
+from __future__ import annotations
+
+from candor import errors
+from scheduler.core.pool import Pool, Worker
+from scheduler.core.types import Feature, Model, ModelKind, Request
+
+
+def check_model(pool: Pool, name: str, kind: ModelKind) -> Model:
+    """The model it names, provided that somebody serves it."""
+    if not any(worker.lost_at is None for worker in pool.workers.values()):
+        raise errors.Unavailable("no worker is attached", reason="NO_CAPACITY")
+    model = pool.find_model(name)
+    if model is None:
+        raise errors.NotFound(
+            f"The model `{name}` does not exist.", reason="MODEL_NOT_FOUND", field="model"
+        )
+    if model.kind is not kind:
+        raise errors.InvalidArgument(
+            f"The model `{name}` is {model.kind}; this call needs one that is {kind}.",
+            reason="WRONG_MODEL_KIND",
+            field="model",
+        )
+    if not pool.serving(model.name).workers:
+        raise errors.Unavailable(
+            f"no worker that serves `{name}` takes requests now", reason="NO_CAPACITY"
+        )
+    return model
+
+
+def check_prompt(pool: Pool, model: Model, request: Request) -> None:
+    """The prompt is one of this model, and fits."""
+    if request.fingerprint is not None and request.fingerprint != model.fingerprint:
+        raise errors.FailedPrecondition(
+            f"the token ids were made by tokenizer {request.fingerprint}, "
+            f"`{model.name}` has {model.fingerprint}",
+            reason="TOKENIZER_MISMATCH",
+            field="tokenizer_fingerprint",
+        )
+    if request.num_prompt_tokens == 0:
+        raise errors.InvalidArgument("the prompt is empty", reason="EMPTY_PROMPT", field="prompt")
+    if request.max_token_id >= model.vocab_size:
+        raise errors.InvalidArgument(
+            f"token id {request.max_token_id} is outside the vocabulary of {model.vocab_size}",
+            reason="TOKEN_OUT_OF_VOCABULARY",
+            field="prompt",
+        )
+    longest = pool.serving(model.name).max_model_len
+    if request.context_tokens > longest:
+        raise errors.InvalidArgument(
+            f"the prompt needs {request.context_tokens} positions "
+            f"({request.num_prompt_tokens} prompt tokens), the context length is {longest}",
+            reason="CONTEXT_LENGTH",
+            field="prompt",
+        )
+
+
+def check_features(workers: list[Worker], request: Request) -> frozenset[Feature]:
+    """What it needs, provided that one worker has it all."""
+    needs = frozenset(feature for feature, _ in request.needs)
+    if not any(worker.can(needs) for worker in workers):
+        # Name the field that nobody can do; if each alone is possible, the combination is not.
+        fields = sorted(
+            field
+            for feature, field in request.needs
+            if not any(worker.can(frozenset((feature,))) for worker in workers)
+        ) or sorted(field for _, field in request.needs)
+        raise errors.Unimplemented(
+            f"no worker of `{request.model}` supports {' with '.join(fields)}", field=fields[0]
+        )
+    return needs
+
+
+def check_time(now: float, request: Request, eta_s: float | None) -> None:
+    """It can still be in time. `eta_s`: estimated wait before it starts; None while not measured."""
+    if request.deadline_at is not None and request.deadline_at <= now:
+        raise errors.DeadlineExceeded(
+            f"the deadline passed {1000 * (now - request.deadline_at):.0f} ms ago",
+            reason="DEADLINE_INFEASIBLE",
+            field="deadline_unix_ms",
+        )
+    if eta_s is None:
+        return
+    for field, at in (
+        ("deadline_unix_ms", request.deadline_at),
+        ("ttft_budget_ms", request.first_token_by),
+    ):
+        if at is not None and now + eta_s > at:
+            raise errors.ResourceExhausted(
+                f"the wait is about {1000 * eta_s:.0f} ms, {field} leaves {1000 * (at - now):.0f} ms",
+                reason="DEADLINE_INFEASIBLE",
+                field=field,
+                retry_after_s=eta_s - (at - now),
+            )

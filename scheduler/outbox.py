@@ -1,0 +1,60 @@
+"""What waits to be sent to one client: a bounded list that its stream empties at its own pace.
+
+Knows nothing about where events come from.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from candor import errors
+from candor.v1 import inference_pb2
+from scheduler.core.record import Record
+
+
+class Outbox:
+    """Events of one client's stream. A client that lets more than `limit` pile up is cut off."""
+
+    def __init__(self, limit: int) -> None:
+        self.events: list[inference_pb2.GenerateEvent] = []
+        """Appended to by the relay; call `flush` afterwards."""
+        self.live: dict[int, Record] = {}
+        """Requests of this client that have not ended, by its handle."""
+        self.error: errors.CandorError | None = None
+        self._limit = limit
+        self._wake = asyncio.Event()
+        self._is_closed = False
+        self._task: asyncio.Task[object] | None = None
+
+    def bind(self) -> None:
+        """The present task is the one that sends; it is cancelled when the client is cut off."""
+        self._task = asyncio.current_task()
+
+    def flush(self) -> bool:
+        """Wake the sender. False when the client is too far behind."""
+        self._wake.set()
+        return len(self.events) <= self._limit
+
+    async def take(self) -> list[inference_pb2.GenerateEvent]:
+        """All that is there, at least one event; an empty list means the end. Raises what ended it."""
+        while not self.events and not self._is_closed:
+            self._wake.clear()
+            await self._wake.wait()
+        if self.error is not None:
+            raise self.error
+        events, self.events = self.events, []
+        return events
+
+    def close(self, error: errors.CandorError | None = None) -> None:
+        """Nothing more will come; with an error, what is still there is dropped."""
+        if not self._is_closed:
+            self._is_closed = True
+            self.error = error
+            self._wake.set()
+
+    def cut_off(self, error: errors.CandorError) -> None:
+        """End a stream whose client does not read: its sender may hang in the transport."""
+        self.close(error)
+        self.events.clear()
+        if self._task is not None:
+            self._task.cancel()

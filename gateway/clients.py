@@ -227,7 +227,16 @@ class SchedulerClient:
         self._wake = asyncio.Event()
         self._next_handle = 1
         self._task: asyncio.Task[None] | None = None
-        self.is_connected = False
+        self._connected = asyncio.Event()
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether requests can be submitted."""
+        return self._connected.is_set()
+
+    async def wait_connected(self) -> None:
+        """Wait until requests can be submitted."""
+        await self._connected.wait()
 
     @property
     def num_running(self) -> int:
@@ -335,7 +344,8 @@ class SchedulerClient:
                 # A fault of ours in dealing out events must not end the service: start over, loudly.
                 log.exception("the scheduler stream failed")
                 why = "internal error"
-            was_connected, self.is_connected = self.is_connected, False
+            was_connected = self.is_connected
+            self._connected.clear()
             self._fail_all(self._lost("broke the stream; this request cannot be continued"))
             if was_connected:
                 log.warning("lost the scheduler", extra={"address": self._address, "why": why})
@@ -351,7 +361,7 @@ class SchedulerClient:
             async with asyncio.timeout(self._timeout_s):
                 await call.wait_for_connection()
             self._outbox.clear()
-            self.is_connected = True
+            self._connected.set()
             log.info("connected to the scheduler", extra={"address": self._address})
             writer = asyncio.create_task(self._write(call), name="scheduler commands")
             while (frame := await call.read()) is not grpc.aio.EOF:

@@ -83,9 +83,9 @@ class Dispatcher:
 
     # --- clients ---
 
-    def open_outbox(self) -> Outbox:
+    def open_outbox(self, hang_up: Callable[[errors.CandorError], None]) -> Outbox:
         """For one client stream; `close_outbox` ends it."""
-        outbox = Outbox(self._client_buffer)
+        outbox = Outbox(self._client_buffer, hang_up)
         self._outboxes.add(outbox)
         return outbox
 
@@ -118,10 +118,10 @@ class Dispatcher:
         self._outboxes.discard(outbox)
         gone = list(outbox.live.values())
         outbox.live.clear()
+        now = self.now()
         for record in gone:
-            now = self.now()
             self._log_end(now, record, "CANCELLED")
-            self._apply(self.core.cancel(now, record))
+        self._apply(self.core.cancel(now, *gone))
 
     async def embed(self, request: inference_pb2.EmbedRequest) -> inference_pb2.EmbedResponse:
         """Embed by a worker of the model; waits its turn like any request."""
@@ -377,15 +377,15 @@ class Dispatcher:
             self._loop.call_soon(self._cut_off, outbox)
 
     def _cut_off(self, outbox: Outbox) -> None:
-        if outbox.error is None:
+        if not outbox.is_cut_off:
             log.warning("client cut off", extra={"requests": len(outbox.live)})
+            self.close_outbox(outbox)
             outbox.cut_off(
                 errors.ResourceExhausted(
                     f"the client did not read its events; more than {self._client_buffer} wait",
                     reason="SLOW_CLIENT",
                 )
             )
-            self.close_outbox(outbox)
 
     def _log_end(self, now: float, record: Record, outcome: str) -> None:
         log.info(

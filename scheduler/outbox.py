@@ -6,6 +6,7 @@ Knows nothing about where events come from.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from candor import errors
 from candor.v1 import inference_pb2
@@ -15,7 +16,8 @@ from scheduler.core.record import Record
 class Outbox:
     """Events of one client's stream. A client that lets more than `limit` pile up is cut off."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, hang_up: Callable[[errors.CandorError], None]) -> None:
+        """`hang_up` ends the stream from outside, whatever its sender is waiting for."""
         self.events: list[inference_pb2.GenerateEvent] = []
         """Appended to by the relay; call `flush` afterwards."""
         self.live: dict[int, Record] = {}
@@ -24,11 +26,8 @@ class Outbox:
         self._limit = limit
         self._wake = asyncio.Event()
         self._is_closed = False
-        self._task: asyncio.Task[object] | None = None
-
-    def bind(self) -> None:
-        """The present task is the one that sends; it is cancelled when the client is cut off."""
-        self._task = asyncio.current_task()
+        self.is_cut_off = False
+        self._hang_up = hang_up
 
     def flush(self) -> bool:
         """Wake the sender. False when the client is too far behind."""
@@ -40,6 +39,9 @@ class Outbox:
         while not self.events and not self._is_closed:
             self._wake.clear()
             await self._wake.wait()
+        if self.is_cut_off:
+            # The stream is being ended from outside; a second ending from here would collide with it.
+            await asyncio.Event().wait()
         if self.error is not None:
             raise self.error
         events, self.events = self.events, []
@@ -54,7 +56,7 @@ class Outbox:
 
     def cut_off(self, error: errors.CandorError) -> None:
         """End a stream whose client does not read: its sender may hang in the transport."""
-        self.close(error)
+        self.is_cut_off = True
+        self.close()
         self.events.clear()
-        if self._task is not None:
-            self._task.cancel()
+        self._hang_up(error)

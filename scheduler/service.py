@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any, TypeAlias
 
 import grpc
@@ -26,6 +26,8 @@ from scheduler.outbox import Outbox
 log = logging.getLogger("scheduler.service")
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
+_FAREWELL_S = 0.1
+"""For a status to be handed to the transport."""
 
 
 class SchedulerService(scheduler_pb2_grpc.SchedulerServiceServicer):
@@ -47,8 +49,7 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServiceServicer):
         self, request: inference_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[scheduler_pb2.GenerateResponse]:
         """One request, one stream."""
-        outbox = self._dispatcher.open_outbox()
-        outbox.bind()
+        outbox = self._dispatcher.open_outbox(_hanging_up(context))
         try:
             if not request.request_id:
                 request.request_id = telemetry.request_id.get()
@@ -69,8 +70,7 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServiceServicer):
         self, request_iterator: AsyncIterator[scheduler_pb2.ConnectRequest], context: Context
     ) -> AsyncIterator[scheduler_pb2.ConnectResponse]:
         """Many requests on one stream."""
-        outbox = self._dispatcher.open_outbox()
-        outbox.bind()
+        outbox = self._dispatcher.open_outbox(_hanging_up(context))
         session = _Session(self, self._dispatcher, outbox)
         reader = asyncio.create_task(session.read(request_iterator))
         try:
@@ -166,6 +166,33 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServiceServicer):
             self._num_encoding -= 1
         request.prompt.token_ids.ids[:] = ids
         request.tokenizer_fingerprint = fingerprint
+
+
+def _hanging_up(context: Context) -> Callable[[errors.CandorError], None]:
+    """How to end the present stream although its sender waits for a client that does not read.
+
+    The status lines up behind the unread events, so that the client sees it when it reads after all; then
+    the sender is cancelled, so that nothing here waits with it.
+    """
+    sender = asyncio.current_task()
+    assert sender is not None
+
+    async def hang_up(error: errors.CandorError) -> None:
+        farewell = asyncio.ensure_future(rpc.abort(context, error))
+        await asyncio.wait([farewell], timeout=_FAREWELL_S)
+        sender.cancel()
+        # It ends by the error it raises, or with the connection.
+        await asyncio.wait([farewell])
+        farewell.exception()
+
+    pending: set[asyncio.Task[None]] = set()
+
+    def start(error: errors.CandorError) -> None:
+        task = asyncio.create_task(hang_up(error))
+        pending.add(task)
+        task.add_done_callback(pending.discard)
+
+    return start
 
 
 class _Session:

@@ -88,12 +88,19 @@ class Scheduler:
         self._arm(record)
         return self._fill(now, record.model)
 
-    def cancel(self, now: float, record: Record) -> list[Action]:
-        """The client does not want it any more. Nothing happens when it has ended."""
-        if record.phase is Phase.ENDED:
-            return []
-        self.stats.cancelled += 1
-        return self._end(now, record, tell_worker=True)
+    def cancel(self, now: float, *records: Record) -> list[Action]:
+        """The client does not want them any more. Those that have ended are passed over.
+
+        All leave before the line moves: nothing of a client that went away is placed on its last breath.
+        """
+        actions: list[Action] = []
+        left = [record for record in records if record.phase is not Phase.ENDED]
+        for record in left:
+            self.stats.cancelled += 1
+            actions += self._close(now, record, tell_worker=True)
+        for model in {record.model for record in left}:
+            actions += self._fill(now, model)
+        return actions
 
     def close(self, now: float) -> list[Action]:
         """Give up everything that is left."""

@@ -315,9 +315,10 @@ class Scheduler:
         admission.check_prompt(self.pool, model, request)
         needs = admission.check_features(self.pool.serving(model.name).workers, request)
         order = (request.priority, next(self._arrivals))
-        num_ahead = self.queue.num_before(model.name, order)
-        must_wait = num_ahead > 0 or not any(w.can(needs) for w in self.pool.free(model.name))
-        eta = self._eta_s(model.name, num_ahead + 1) if must_wait else 0.0
+        # The line always moves as far as it can: whoever has room now has it for nobody who waits.
+        must_wait = not any(w.can(needs) for w in self.pool.free(model.name))
+        position = self.queue.num_before(model.name, order) + 1
+        eta = self._eta_s(model.name, position) if must_wait else 0.0
         admission.check_time(now, request, eta)
         if must_wait:
             self._check_bounds(model.name, request)

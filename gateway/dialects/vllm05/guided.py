@@ -10,21 +10,20 @@ import json
 from typing import Any
 
 from gateway.dialects.vllm05.errors import DialectError
-from gateway.dialects.vllm05.requests import ChatRequest, GenerationRequest, NamedToolChoice
+from gateway.dialects.vllm05.requests import ChatRequest, GenerationRequest
 from gateway.dialects.vllm05.schema import parse_json_text
+from gateway.dialects.vllm05.shapes import NamedToolChoice
 from gateway.spec import ConstraintSpec
 
 BACKENDS = ("outlines", "lm-format-enforcer")
 """Names of the original's guiding engines. Both are accepted and mean the one that there is."""
 
 
-def check_guide(request: GenerationRequest) -> None:
-    """Refuse what is wrong with the guided fields themselves."""
-    constraint(request)
-
-
 def constraint(request: GenerationRequest) -> ConstraintSpec | None:
-    """The first of: named tool, guided_json, _regex, _choice, _grammar, response_format."""
+    """The first of: named tool, guided_json, _regex, _choice, _grammar, response_format.
+
+    Refuses what is wrong with the guided fields themselves.
+    """
     schema = _tool_schema(request) if isinstance(request, ChatRequest) else None
     backend = request.guided_decoding_backend
     if backend is not None and backend not in BACKENDS:

@@ -12,8 +12,8 @@ from typing import Any
 
 from gateway.dialects import Chat, Ids, Text
 from gateway.dialects.vllm05.errors import DialectError
+from gateway.dialects.vllm05.guided import constraint
 from gateway.dialects.vllm05.requests import (
-    AnyMessage,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -21,7 +21,7 @@ from gateway.dialects.vllm05.requests import (
     TokenizeChatRequest,
     TokenizeRequest,
 )
-from gateway.dialects.vllm05.guided import check_guide
+from gateway.dialects.vllm05.shapes import AnyMessage
 
 TEXT_ONLY = "text (this model reads no images and no audio)"
 """What a request with media is told the model's type is."""
@@ -86,7 +86,7 @@ def prompts(request: CompletionRequest) -> list[Text | Ids]:
     """The prompts of a completion, after the checks that come before encoding."""
     if request.suffix is not None:
         raise DialectError("suffix is not currently supported", field="suffix")
-    check_guide(request)
+    constraint(request)  # a wrong guide is told before anything about the prompts
     return _prompts(
         request.prompt, "prompt", request.add_special_tokens, request.truncate_prompt_tokens
     )

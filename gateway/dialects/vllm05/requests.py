@@ -1,495 +1,63 @@
-"""The request bodies of this dialect, field by field: each class is the one declaration of its endpoint.
+"""The request bodies of this dialect: each class is the one declaration of its endpoint's fields.
 
-Types are read the lax way (`"3"` and `3.0` are integers, `"yes"` is a boolean); unknown keys are errors
-everywhere except inside content parts, tool calls and free objects. Rules that need more than one field
-or the served model are in `schema` (before the types), `sampling` and `messages` (after them).
+Types are read the lax way (`"3"` and `3.0` are integers, `"yes"` is a boolean), fields are listed in the
+order in which their errors are told. Rules that need more than one field or the served model are in
+`schema` (before the types), `sampling` and `messages` (after them).
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, NotRequired
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
-from typing_extensions import TypedDict
+from pydantic import Field
 
 from gateway.dialects.fields import Rule
-
-# One bad element is enough to know: a list of a million wrong ones must not become a million errors.
-IdList = Annotated[list[int], Field(fail_fast=True)]
-TextList = Annotated[list[str], Field(fail_fast=True)]
-IdLists = Annotated[list[IdList], Field(fail_fast=True)]
-PromptValue = str | IdList | TextList | IdLists
-
-INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
-Seed = Annotated[int, Field(ge=INT64_MIN, le=INT64_MAX)]
-AtLeastOne = Annotated[int, Field(ge=1)]
-
-
-class _Body(BaseModel):
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, protected_namespaces=())
-
-
-# --- messages -----------------------------------------------------------------------------------------
-
-
-class Part(TypedDict):
-    """A piece of content. What further keys mean is decided when the conversation is made."""
-
-    __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
-    type: str
-
-
-Content = str | Annotated[list[Part], Field(fail_fast=True)]
-
-
-class Message(TypedDict):
-    """A turn of any role."""
-
-    __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
-    role: str
-    content: NotRequired[Content]
-    name: NotRequired[str | None]
-
-
-class FunctionCall(TypedDict):
-    """The function of a call made earlier."""
-
-    name: str
-    arguments: str
-
-
-class ToolCall(TypedDict):
-    """A call made earlier."""
-
-    id: str
-    type: Literal["function"]
-    function: FunctionCall
+from gateway.dialects.vllm05.rules import (
+    BestOf,
+    EarlyStopping,
+    FrequencyPenalty,
+    GuidedBackend,
+    GuidedChoice,
+    GuidedGrammar,
+    GuidedJson,
+    GuidedRegex,
+    GuidedWhitespace,
+    IgnoreEos,
+    IncludeStop,
+    LengthPenalty,
+    LogitBias,
+    MinP,
+    MinTokens,
+    ModelName,
+    PresencePenalty,
+    PromptLogprobs,
+    RepetitionPenalty,
+    ResponseFormatField,
+    SeedField,
+    SkipSpecial,
+    SpacesBetween,
+    Stop,
+    StopTokenIds,
+    Stream,
+    StreamOptionsField,
+    Temperature,
+    TopK,
+    TopP,
+    TruncatePrompt,
+    UseBeamSearch,
+    User,
+)
+from gateway.dialects.vllm05.shapes import (
+    Body,
+    IdList,
+    MessageList,
+    NamedToolChoice,
+    PromptValue,
+    Tool,
+)
 
 
-class AssistantMessage(TypedDict):
-    """An earlier answer."""
-
-    __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
-    role: Literal["assistant"]
-    content: NotRequired[Content | None]
-    name: NotRequired[str | None]
-    refusal: NotRequired[str | None]
-    function_call: NotRequired[FunctionCall | None]
-    tool_calls: NotRequired[Annotated[list[ToolCall], Field(fail_fast=True)] | None]
-
-
-class ToolMessage(TypedDict):
-    """What a tool returned."""
-
-    __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
-    role: Literal["tool"]
-    content: Content
-    tool_call_id: str
-
-
-class FunctionMessage(TypedDict):
-    """What a function returned, in the older spelling."""
-
-    __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
-    role: Literal["function"]
-    content: Content | None
-    name: str
-
-
-def _shape(message: Any) -> str:
-    """The shape that a message is held against.
-
-    Every role may use the common shape, so a special shape is chosen only where it allows more.
-    """
-    if isinstance(message, dict):
-        role = message.get("role")
-        if role == "assistant":
-            return "assistant"
-        if role == "tool" and "tool_call_id" in message:
-            return "tool"
-        if role == "function" and "content" in message and message["content"] is None:
-            return "function"
-    return "message"
-
-
-AnyMessage = Annotated[
-    Annotated[Message, Tag("message")]
-    | Annotated[AssistantMessage, Tag("assistant")]
-    | Annotated[ToolMessage, Tag("tool")]
-    | Annotated[FunctionMessage, Tag("function")],
-    Discriminator(_shape),
-]
-MessageList = Annotated[list[AnyMessage], Field(fail_fast=True)]
-
-
-# --- nested objects -----------------------------------------------------------------------------------
-
-
-class StreamOptions(_Body):
-    """What a stream says about usage."""
-
-    include_usage: Annotated[
-        bool | None,
-        Rule(
-            "Adds a last chunk with the usage of the whole request.",
-            ("chat-stream-include-usage-true", "chat-stream-include-usage-false"),
-        ),
-    ] = True
-    continuous_usage_stats: Annotated[
-        bool | None,
-        Rule(
-            "Puts the numbers so far into every chunk; without effect when include_usage is off.",
-            ("chat-stream-usage-final-only", "comp-stream-empty-options"),
-        ),
-    ] = True
-
-
-class ResponseFormat(_Body):
-    """The form of the answer."""
-
-    type: Annotated[
-        Literal["text", "json_object"],
-        Rule(
-            "json_object: the answer is a JSON object or array; text: anything.",
-            ("rf-json-object-start", "rf-json-schema", "rf-unknown"),
-        ),
-    ]
-
-
-class FunctionDefinition(_Body):
-    """A function that the model may be told of."""
-
-    name: Annotated[
-        str,
-        Rule("Name of the function; tool_choice refers to it.", ("tool-named-empty-tools",)),
-    ]
-    description: Annotated[
-        str | None,
-        Rule("Handed to the chat template.", ("test_tools_reach_the_template_whole",)),
-    ] = None
-    parameters: Annotated[
-        dict[str, Any] | None,
-        Rule(
-            "JSON schema of the arguments: handed to the chat template, and enforced when this tool is"
-            " the named one. Absent or {} enforces nothing.",
-            ("test_named_tool_enforces_its_parameters", "test_tools_reach_the_template_whole"),
-        ),
-    ] = None
-
-
-class Tool(_Body):
-    """A tool that the model may be told of."""
-
-    type: Annotated[
-        Literal["function"],
-        Rule("Only functions exist.", ("test_only_functions_are_tools",)),
-    ] = "function"
-    function: Annotated[
-        FunctionDefinition,
-        Rule(
-            "The function; further keys such as strict are refused.", ("extra-nested-tool-strict",)
-        ),
-    ]
-
-
-class NamedFunction(_Body):
-    """The function that must be called."""
-
-    name: Annotated[
-        str,
-        Rule("Name of one of the tools.", ("tool-named-empty-tools", "tool-named-stream")),
-    ]
-
-
-class NamedToolChoice(_Body):
-    """The tool that must be called."""
-
-    function: Annotated[
-        NamedFunction,
-        Rule("The function that the answer is a call of.", ("tool-named-stream",)),
-    ]
-    type: Annotated[
-        Literal["function"],
-        Rule("Only functions exist.", ("test_only_functions_are_tools",)),
-    ] = "function"
-
-
-# --- rules that chat and completions share ------------------------------------------------------------
-
-ModelName = Annotated[
-    str,
-    Rule(
-        "Name of a served model, or one of its aliases; anything else is a 404.",
-        ("model-404-completion", "model-404-empty", "infra-alias-accepted-chat"),
-    ),
-]
-FrequencyPenalty = Annotated[
-    float | None,
-    Rule(
-        "Taken from a token's logit for each time it occurs in the output so far. Null means 0.",
-        ("range-frequency_penalty-141", "pen-frequency-alternates"),
-        "-2 to 2",
-    ),
-]
-PresencePenalty = Annotated[
-    float | None,
-    Rule(
-        "Taken from the logit of every token that occurs in the output so far; the prompt does not"
-        " count. Null means 0.",
-        (
-            "range-presence_penalty-139",
-            "range-presence_penalty-140",
-            "pen-presence-not-on-prompt",
-        ),
-        "-2 to 2",
-    ),
-]
-RepetitionPenalty = Annotated[
-    float,
-    Rule(
-        "Divides positive and multiplies negative logits of every token in prompt or output.",
-        (
-            "range-repetition_penalty-142",
-            "range-repetition_penalty-143",
-            "pen-repetition-on-prompt",
-        ),
-        "above 0, to 2",
-    ),
-]
-LogitBias = Annotated[
-    dict[str, float] | None,
-    Rule(
-        "Added to the logits of the tokens with these ids; values are clamped to -100 to 100. Added"
-        " tokens (chat markers) cannot be biased.",
-        (
-            "bias-force",
-            "range-logit_bias-157",
-            "range-logit_bias-159",
-            "range-logit-bias-clamp-ok",
-        ),
-        "keys: ids of the base vocabulary",
-    ),
-]
-Seed_ = Annotated[
-    Seed | None,
-    Rule(
-        "Makes sampling repeatable. -1 and null mean no seed.",
-        ("det-seed", "type-seed-too-big"),
-        "64-bit integers",
-    ),
-]
-Stop = Annotated[
-    str | TextList | None,
-    Rule(
-        "Generation ends at the first of these strings that appears; any number of them. Null means none.",
-        ("stop-string", "range-stop-152", "type-stop-number"),
-        "no empty string",
-    ),
-]
-StopTokenIds = Annotated[
-    IdList | None,
-    Rule(
-        "Generation ends at these tokens. Ids that no token has are harmless.",
-        ("stop-token-id-stream", "stop-min-tokens"),
-    ),
-]
-Stream = Annotated[
-    bool | None,
-    Rule("Sends the answer as server-sent events.", ("chat-stream-basic", "comp-stream-basic")),
-]
-StreamOptions_ = Annotated[
-    StreamOptions | None,
-    Rule(
-        "Only together with stream; an empty object means its defaults and is always allowed.",
-        (
-            "so-without-stream-completion",
-            "so-empty-without-stream-ok",
-            "comp-stream-empty-options",
-        ),
-    ),
-]
-Temperature = Annotated[
-    float | None,
-    Rule(
-        "Divides the logits. 0 is greedy; above 0, values below 0.01 count as 0.01. Null means 1.",
-        ("range-temperature-132", "range-temperature-high-ok", "lp-temperature-scaled"),
-        "0 and above",
-    ),
-]
-TopP = Annotated[
-    float | None,
-    Rule(
-        "Keeps the most likely tokens that together reach this probability. Null means 1.",
-        ("range-top_p-133", "det-greedy-ignores-top-p"),
-        "above 0, to 1",
-    ),
-]
-TopK = Annotated[
-    int,
-    Rule(
-        "Keeps this many of the most likely tokens; -1, and more than the vocabulary has, keep all."
-        " 0 is refused.",
-        ("range-top_k-136", "type-top_k-null", "type-top_k-fraction"),
-        "-1, or 1 and above",
-    ),
-]
-MinP = Annotated[
-    float,
-    Rule(
-        "Drops tokens less likely than this share of the most likely one.",
-        ("range-min_p-138", "type-min_p-null"),
-        "0 to 1",
-    ),
-]
-BestOf = Annotated[
-    int | None,
-    Rule(
-        "Generates so many candidates and returns the n best. Null and 0 mean n.",
-        ("range-best_of-150", "range-best_of-151", "comp-stream-best-of"),
-        "n and above; 1 when greedy; above 1 with beam search",
-    ),
-]
-UseBeamSearch = Annotated[
-    bool,
-    Rule(
-        "Searches with best_of beams; needs temperature 0, top_p 1 and top_k -1.",
-        ("range-use_beam_search-156", "range-beam-temp-default", "range-beam-top-p"),
-    ),
-]
-LengthPenalty = Annotated[
-    float,
-    Rule(
-        "Power of the length that divides a beam's score.",
-        ("test_rules_in_order", "test_changing_a_field_changes_the_outcome"),
-        "1 unless use_beam_search",
-    ),
-]
-EarlyStopping = Annotated[
-    bool,
-    Rule(
-        "Ends beam search as soon as best_of beams have ended.",
-        ("range-early_stopping-155",),
-        "false unless use_beam_search",
-    ),
-]
-IncludeStop = Annotated[
-    bool,
-    Rule(
-        "Keeps the stop string in the text, and the text of a stop token.",
-        ("stop-include", "stop-include-partial-token"),
-    ),
-]
-IgnoreEos = Annotated[
-    bool,
-    Rule("Generation goes on behind the end-of-sequence token.", ("stop-ignore-eos",)),
-]
-MinTokens = Annotated[
-    int,
-    Rule(
-        "Nothing can end the generation before so many tokens.",
-        ("stop-min-tokens", "range-min_tokens-144"),
-        "0 to max_tokens",
-    ),
-]
-SkipSpecial = Annotated[
-    bool,
-    Rule(
-        "Leaves special tokens out of the text.",
-        ("stop-special-token-text", "test_changing_a_field_changes_the_outcome"),
-    ),
-]
-SpacesBetween = Annotated[
-    bool,
-    Rule(
-        "Puts spaces between special tokens in the text; tokenizers of today have none to put.",
-        ("test_changing_a_field_changes_the_outcome",),
-    ),
-]
-TruncatePrompt = Annotated[
-    AtLeastOne | None,
-    Rule(
-        "Keeps the last so many tokens of the prompt.",
-        ("chat-truncate", "prompt-truncate-ids", "prompt-truncate-echo-text"),
-        "1 and above",
-    ),
-]
-PromptLogprobs = Annotated[
-    int | None,
-    Rule(
-        "Log probabilities of the prompt's tokens, with so many alternatives each.",
-        ("comp-prompt-logprobs", "chat-prompt-logprobs", "lp-prompt-negative"),
-        "0 to the server's limit; with stream only 0",
-    ),
-]
-ResponseFormat_ = Annotated[
-    ResponseFormat | None,
-    Rule(
-        "Form of the answer; any guided field comes before it.",
-        ("rf-json-object-start", "extra-nested-response-format"),
-    ),
-]
-GuidedJson = Annotated[
-    str | dict[str, Any] | None,
-    Rule(
-        "JSON schema, as an object or as JSON text, that the answer follows. {} and an empty text mean"
-        " none.",
-        ("guided-json-bad-string", "guided-empty-json-ignored", "guided-two-completion"),
-        "a JSON object; one of guided_json, guided_regex, guided_choice at most",
-    ),
-]
-GuidedRegex = Annotated[
-    str | None,
-    Rule(
-        "Regular expression that the whole answer matches. An empty text means none.",
-        ("guided-two", "test_first_guided_field_wins"),
-        "one of guided_json, guided_regex, guided_choice at most",
-    ),
-]
-GuidedChoice = Annotated[
-    TextList | None,
-    Rule(
-        "The answer is exactly one of these strings.",
-        ("guided-choice", "guided-empty-choice-ignored"),
-        "not empty; one of guided_json, guided_regex, guided_choice at most",
-    ),
-]
-GuidedGrammar = Annotated[
-    str | None,
-    Rule(
-        "Grammar in Lark notation that the answer follows; the other guided fields come before it. An empty"
-        " text means none.",
-        ("test_first_guided_field_wins",),
-    ),
-]
-GuidedBackend = Annotated[
-    str | None,
-    Rule(
-        "Name of the guiding engine. Both names mean the one engine that there is; any other is refused.",
-        ("order-backend-before-ctx", "order-template-before-backend"),
-        "outlines or lm-format-enforcer",
-    ),
-]
-GuidedWhitespace = Annotated[
-    str | None,
-    Rule(
-        "Regular expression for the white space between JSON tokens; used with guided_json and named tools.",
-        ("test_whitespace_pattern_goes_with_the_schema",),
-    ),
-]
-User = Annotated[
-    str | None,
-    Rule(
-        "Name of the end user; never changes an answer.",
-        ("test_accepted_fields_change_nothing", "det-spelled-defaults"),
-        status="accepted",
-    ),
-]
-
-
-# --- bodies -------------------------------------------------------------------------------------------
-
-
-class ChatRequest(_Body):
+class ChatRequest(Body):
     """POST /v1/chat/completions"""
 
     messages: Annotated[
@@ -542,11 +110,11 @@ class ChatRequest(_Body):
         ),
     ] = 1
     presence_penalty: PresencePenalty = 0.0
-    response_format: ResponseFormat_ = None
-    seed: Seed_ = None
+    response_format: ResponseFormatField = None
+    seed: SeedField = None
     stop: Stop = Field(default_factory=list)
     stream: Stream = False
-    stream_options: StreamOptions_ = None
+    stream_options: StreamOptionsField = None
     temperature: Temperature = 0.7
     top_p: TopP = 1.0
     tools: Annotated[
@@ -636,7 +204,7 @@ class ChatRequest(_Body):
     ] = None
 
 
-class CompletionRequest(_Body):
+class CompletionRequest(Body):
     """POST /v1/completions"""
 
     model: ModelName
@@ -688,10 +256,10 @@ class CompletionRequest(_Body):
         ),
     ] = 1
     presence_penalty: PresencePenalty = 0.0
-    seed: Seed_ = None
+    seed: SeedField = None
     stop: Stop = Field(default_factory=list)
     stream: Stream = False
-    stream_options: StreamOptions_ = None
+    stream_options: StreamOptionsField = None
     suffix: Annotated[
         str | None,
         Rule(
@@ -733,7 +301,7 @@ class CompletionRequest(_Body):
             ("prompt-add-special-tokens-false",),
         ),
     ] = True
-    response_format: ResponseFormat_ = None
+    response_format: ResponseFormatField = None
     guided_json: GuidedJson = None
     guided_regex: GuidedRegex = None
     guided_choice: GuidedChoice = None
@@ -742,7 +310,7 @@ class CompletionRequest(_Body):
     guided_whitespace_pattern: GuidedWhitespace = None
 
 
-class EmbeddingRequest(_Body):
+class EmbeddingRequest(Body):
     """POST /v1/embeddings"""
 
     model: Annotated[
@@ -787,7 +355,7 @@ class EmbeddingRequest(_Body):
     ] = None
 
 
-class TokenizeCompletionRequest(_Body):
+class TokenizeCompletionRequest(Body):
     """POST /tokenize, for a text"""
 
     model: ModelName
@@ -804,7 +372,7 @@ class TokenizeCompletionRequest(_Body):
     ] = True
 
 
-class TokenizeChatRequest(_Body):
+class TokenizeChatRequest(Body):
     """POST /tokenize, for a conversation"""
 
     model: ModelName
@@ -828,7 +396,7 @@ class TokenizeChatRequest(_Body):
     ] = False
 
 
-class DetokenizeRequest(_Body):
+class DetokenizeRequest(Body):
     """POST /detokenize"""
 
     model: ModelName

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from gateway.dialects.vllm05.errors import DialectError
-from gateway.dialects.vllm05.guided import check_guide, constraint
+from gateway.dialects.vllm05.guided import constraint
 from gateway.dialects.vllm05.requests import ChatRequest, CompletionRequest, GenerationRequest
-from gateway.spec import GenerationSpec
+from gateway.spec import ConstraintSpec, GenerationSpec
 
 _EPSILON = 1e-5
 _LEAST_TEMPERATURE = 0.01
@@ -38,7 +39,7 @@ class Limits:
 
 def chat_spec(request: ChatRequest, prompt_len: int, limits: Limits) -> GenerationSpec:
     """What a chat request asks for. Comes after the template, before the engine."""
-    check_guide(request)
+    guide = constraint(request)
     max_tokens = request.max_tokens
     _check_length(prompt_len, max_tokens, limits)
     if max_tokens is None:
@@ -53,6 +54,7 @@ def chat_spec(request: ChatRequest, prompt_len: int, limits: Limits) -> Generati
         max_tokens,
         logprobs,
         prompt_logprobs,
+        guide,
         limits,
     )
     _check_engine_limits(request, spec, [prompt_len], limits)
@@ -63,7 +65,7 @@ def completion_specs(
     request: CompletionRequest, prompt_lens: Sequence[int], limits: Limits
 ) -> list[GenerationSpec]:
     """What a completion asks for, one spec per prompt; every length is checked before anything else."""
-    check_guide(request)
+    guide = constraint(request)
     wanted = _DEFAULT_COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
     for prompt_len in prompt_lens:
         _check_length(prompt_len, wanted, limits)
@@ -72,7 +74,7 @@ def completion_specs(
         prompt_logprobs = request.logprobs
     # The engine generates at least one token, also when only the prompt is to be echoed.
     max_tokens = 1 if request.echo and wanted == 0 else wanted
-    spec = _spec(request, request.n, max_tokens, request.logprobs, prompt_logprobs, limits)
+    spec = _spec(request, request.n, max_tokens, request.logprobs, prompt_logprobs, guide, limits)
     check_token_ids(request.prompt, "prompt", limits)
     _check_engine_limits(request, spec, prompt_lens, limits)
     return [spec] * len(prompt_lens)
@@ -181,6 +183,7 @@ def _spec(
     max_tokens: int,
     logprobs: int | None,
     prompt_logprobs: int | None,
+    guide: ConstraintSpec | None,
     limits: Limits,
 ) -> GenerationSpec:
     logit_bias = _bias(request.logit_bias, limits)
@@ -244,7 +247,7 @@ def _spec(
         prompt_logprobs=prompt_logprobs,
         skip_special_tokens=request.skip_special_tokens,
         spaces_between_special_tokens=request.spaces_between_special_tokens,
-        constraint=constraint(request),
+        constraint=guide,
     )
 
 
@@ -252,8 +255,7 @@ def _or(value: float | None, default: float) -> float:
     return default if value is None else value
 
 
-@dataclass(frozen=True, slots=True)
-class _Drafted:
+class _Drafted(NamedTuple):
     """The values that nulls and defaults came to, not yet checked."""
 
     n: int

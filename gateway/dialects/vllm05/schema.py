@@ -67,7 +67,19 @@ def parse_tokenize(raw: bytes, content_type: str | None) -> TokenizeRequest:
             return form.model_validate(data)
         except ValidationError as error:
             entries += _entries(error, form.__name__)
-    raise _refusal(entries)
+    raise _refusal(entries, data)
+
+
+def openapi_schemas() -> dict[str, dict[str, Any]]:
+    """Path → JSON schema of the request body, each complete in itself."""
+    forms = (TokenizeCompletionRequest, TokenizeChatRequest)
+    return {
+        "/v1/chat/completions": _schema(ChatRequest),
+        "/v1/completions": _schema(CompletionRequest),
+        "/v1/embeddings": _schema(EmbeddingRequest),
+        "/tokenize": {"anyOf": [_schema(form) for form in forms]},
+        "/detokenize": _schema(DetokenizeRequest),
+    }
 
 
 def parse_json_text(text: str) -> Any:
@@ -88,7 +100,25 @@ def _parse(
     try:
         return model.model_validate(data)
     except ValidationError as error:
-        raise _refusal(_entries(error)) from None
+        raise _refusal(_entries(error), data) from None
+
+
+def _schema(model: type[BaseModel]) -> dict[str, Any]:
+    schema = model.model_json_schema()
+    definitions = schema.pop("$defs", {})
+
+    def inlined(value: Any) -> Any:
+        # An OpenAPI document resolves references against its own root, where there are no definitions.
+        if isinstance(value, list):
+            return [inlined(item) for item in value]
+        if not isinstance(value, dict):
+            return value
+        if "$ref" in value:
+            return inlined(definitions[value["$ref"].rpartition("/")[2]])
+        return {key: inlined(item) for key, item in value.items() if key != "discriminator"}
+
+    whole: dict[str, Any] = inlined(schema)
+    return whole
 
 
 # --- JSON ---------------------------------------------------------------------------------------------
@@ -286,14 +316,14 @@ def _entries(error: ValidationError, *form: str) -> Iterable[Entry]:
     return [{**entry, "loc": ("body", *form, *entry["loc"])} for entry in found[:MAX_ENTRIES]]
 
 
-def _refusal(entries: Iterable[Entry]) -> DialectError:
+def _refusal(entries: Iterable[Entry], data: Any = None) -> DialectError:
     listed = list(entries)
     message = repr(listed)
     if len(message) > MAX_MESSAGE_CHARS:
         # The words matter, the echo does not: show each value's beginning only.
         room = max(MAX_MESSAGE_CHARS // (2 * len(listed)), 64)
         message = repr([{**entry, "input": _beginning(entry["input"], room)} for entry in listed])
-    return DialectError(message, field=_path(listed[0]["loc"]))
+    return DialectError(message, field=_field(listed[0]["loc"], data))
 
 
 def _beginning(value: Any, room: int) -> Any:
@@ -301,9 +331,14 @@ def _beginning(value: Any, room: int) -> Any:
     return value if len(text) <= room else text[:room] + "…"
 
 
-def _path(loc: Sequence[str | int]) -> str | None:
-    """messages[0].content, without the names of union members."""
+def _field(loc: Sequence[str | int], data: Any) -> str | None:
+    """messages[0].content: the place in the body, without the names of types that a place also holds."""
     text = ""
     for step in loc[1:]:
-        text += f"[{step}]" if isinstance(step, int) else f".{step}" if text else step
+        if isinstance(step, int) and isinstance(data, list) and step < len(data):
+            text, data = f"{text}[{step}]", data[step]
+        elif isinstance(step, str) and isinstance(data, dict) and step in data:
+            text, data = f"{text}.{step}" if text else step, data[step]
+        elif isinstance(step, str) and step == loc[-1] and isinstance(data, dict):
+            text = f"{text}.{step}" if text else step  # a missing one
     return text or None

@@ -1,0 +1,212 @@
+"""What request bodies are made of: messages and nested objects, with the declarations of their fields.
+
+Unknown keys are errors everywhere except inside content parts, tool calls and free objects.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, NotRequired
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+from typing_extensions import TypedDict
+
+from gateway.dialects.fields import Rule
+
+# One bad element is enough to know: a list of a million wrong ones must not become a million errors.
+IdList = Annotated[list[int], Field(fail_fast=True)]
+TextList = Annotated[list[str], Field(fail_fast=True)]
+IdLists = Annotated[list[IdList], Field(fail_fast=True)]
+PromptValue = str | IdList | TextList | IdLists
+
+INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
+Seed = Annotated[int, Field(ge=INT64_MIN, le=INT64_MAX)]
+AtLeastOne = Annotated[int, Field(ge=1)]
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, protected_namespaces=())
+
+
+# --- messages -----------------------------------------------------------------------------------------
+
+
+class Part(TypedDict):
+    """A piece of content. What further keys mean is decided when the conversation is made."""
+
+    __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
+    type: str
+
+
+Content = str | Annotated[list[Part], Field(fail_fast=True)]
+
+
+class Message(TypedDict):
+    """A turn of any role."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
+    role: str
+    content: NotRequired[Content]
+    name: NotRequired[str | None]
+
+
+class FunctionCall(TypedDict):
+    """The function of a call made earlier."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(TypedDict):
+    """A call made earlier."""
+
+    id: str
+    type: Literal["function"]
+    function: FunctionCall
+
+
+class AssistantMessage(TypedDict):
+    """An earlier answer."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
+    role: Literal["assistant"]
+    content: NotRequired[Content | None]
+    name: NotRequired[str | None]
+    refusal: NotRequired[str | None]
+    function_call: NotRequired[FunctionCall | None]
+    tool_calls: NotRequired[Annotated[list[ToolCall], Field(fail_fast=True)] | None]
+
+
+class ToolMessage(TypedDict):
+    """What a tool returned."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
+    role: Literal["tool"]
+    content: Content
+    tool_call_id: str
+
+
+class FunctionMessage(TypedDict):
+    """What a function returned, in the older spelling."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
+    role: Literal["function"]
+    content: Content | None
+    name: str
+
+
+def _shape(message: Any) -> str:
+    """The shape that a message is held against.
+
+    Every role may use the common shape, so a special shape is chosen only where it allows more.
+    """
+    if isinstance(message, dict):
+        role = message.get("role")
+        if role == "assistant":
+            return "assistant"
+        if role == "tool" and "tool_call_id" in message:
+            return "tool"
+        if role == "function" and "content" in message and message["content"] is None:
+            return "function"
+    return "message"
+
+
+AnyMessage = Annotated[
+    Annotated[Message, Tag("message")]
+    | Annotated[AssistantMessage, Tag("assistant")]
+    | Annotated[ToolMessage, Tag("tool")]
+    | Annotated[FunctionMessage, Tag("function")],
+    Discriminator(_shape),
+]
+MessageList = Annotated[list[AnyMessage], Field(fail_fast=True)]
+
+
+# --- nested objects -----------------------------------------------------------------------------------
+
+
+class StreamOptions(Body):
+    """What a stream says about usage."""
+
+    include_usage: Annotated[
+        bool | None,
+        Rule(
+            "Adds a last chunk with the usage of the whole request.",
+            ("chat-stream-include-usage-true", "chat-stream-include-usage-false"),
+        ),
+    ] = True
+    continuous_usage_stats: Annotated[
+        bool | None,
+        Rule(
+            "Puts the numbers so far into every chunk; without effect when include_usage is off.",
+            ("chat-stream-usage-final-only", "comp-stream-empty-options"),
+        ),
+    ] = True
+
+
+class ResponseFormat(Body):
+    """The form of the answer."""
+
+    type: Annotated[
+        Literal["text", "json_object"],
+        Rule(
+            "json_object: the answer is a JSON object or array; text: anything.",
+            ("rf-json-object-start", "rf-json-schema", "rf-unknown"),
+        ),
+    ]
+
+
+class FunctionDefinition(Body):
+    """A function that the model may be told of."""
+
+    name: Annotated[
+        str,
+        Rule("Name of the function; tool_choice refers to it.", ("tool-named-empty-tools",)),
+    ]
+    description: Annotated[
+        str | None,
+        Rule("Handed to the chat template.", ("test_tools_reach_the_template_whole",)),
+    ] = None
+    parameters: Annotated[
+        dict[str, Any] | None,
+        Rule(
+            "JSON schema of the arguments: handed to the chat template, and enforced when this tool is"
+            " the named one. Absent or {} enforces nothing.",
+            ("test_named_tool_enforces_its_parameters", "test_tools_reach_the_template_whole"),
+        ),
+    ] = None
+
+
+class Tool(Body):
+    """A tool that the model may be told of."""
+
+    type: Annotated[
+        Literal["function"],
+        Rule("Only functions exist.", ("test_only_functions_are_tools",)),
+    ] = "function"
+    function: Annotated[
+        FunctionDefinition,
+        Rule(
+            "The function; further keys such as strict are refused.", ("extra-nested-tool-strict",)
+        ),
+    ]
+
+
+class NamedFunction(Body):
+    """The function that must be called."""
+
+    name: Annotated[
+        str,
+        Rule("Name of one of the tools.", ("tool-named-empty-tools", "tool-named-stream")),
+    ]
+
+
+class NamedToolChoice(Body):
+    """The tool that must be called."""
+
+    function: Annotated[
+        NamedFunction,
+        Rule("The function that the answer is a call of.", ("tool-named-stream",)),
+    ]
+    type: Annotated[
+        Literal["function"],
+        Rule("Only functions exist.", ("test_only_functions_are_tools",)),
+    ] = "function"

@@ -70,9 +70,7 @@ class Application:
 
     def _build(self) -> FastAPI:
         config = self.config
-        app = FastAPI(
-            title="Candor", version=__version__, root_path=config.root_path, lifespan=self._life
-        )
+        app = FastAPI(title="Candor", version=__version__, lifespan=self._life)
         flow = Flow(
             config, self.dialect, self.tokenizer, self.scheduler, self.catalogue, self.metrics
         )
@@ -88,9 +86,10 @@ class Application:
             allow_headers=config.allowed_headers,
             allow_credentials=config.allow_credentials,
         )
+        app.add_exception_handler(self.dialect.error_type, self._refuse)
         app.add_exception_handler(errors.CandorError, self._refuse)
         app.add_exception_handler(Exception, self._refuse)
-        app.openapi = lambda: _openapi(app, self.dialect)  # type: ignore[method-assign]
+        app.openapi = lambda: _openapi(app, self.dialect, config.root_path)  # type: ignore[method-assign]
         return app
 
     @asynccontextmanager
@@ -126,6 +125,7 @@ class Door:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        scope["root_path"] = self._root_path
         rid = _request_id(scope)
         telemetry.request_id.set(rid)
         began_at = time.perf_counter()
@@ -192,12 +192,12 @@ def _request_id(scope: Scope) -> str:
     return uuid.uuid4().hex
 
 
-def _openapi(app: FastAPI, dialect: Dialect) -> dict[str, Any]:
+def _openapi(app: FastAPI, dialect: Dialect, root_path: str) -> dict[str, Any]:
     """The framework's document, with the dialect's request bodies in it."""
     if app.openapi_schema is None:
         document = get_openapi(title=app.title, version=app.version, routes=app.routes)
-        if app.root_path:
-            document["servers"] = [{"url": app.root_path}]
+        if root_path:
+            document["servers"] = [{"url": root_path}]
         schemas: Mapping[str, Mapping[str, Any]] = dialect.request_schemas()
         document.setdefault("components", {}).setdefault("schemas", {}).update(schemas)
         app.openapi_schema = document

@@ -61,6 +61,10 @@ class Flow:
         began_at = time.perf_counter()
         try:
             model = await self._find(call.model)
+            if model.is_embedding:
+                raise errors.InvalidArgument(
+                    f"The model `{call.model}` embeds and does not generate.", field="model"
+                )
             prompts, fingerprint = await self._encode_for(call, model)
             specs = call.specs(prompts, model)
         except Exception as error:

@@ -84,16 +84,18 @@ def bounded_protocol(max_header_bytes: int, refusal: bytes) -> type[HttpToolsPro
 
     class Bounded(HttpToolsProtocol):
         _head_bytes = 0
-        _in_head = True
+        _num_begun = 0
+        _part = "idle"  # what the next byte belongs to: idle, head, body
 
         def on_message_begin(self) -> None:
             super().on_message_begin()
-            self._in_head = True
+            self._part, self._head_bytes = "head", 0
+            self._num_begun += 1
             abort: Callable[[], Any] = self.transport.abort
             self.scope["candor.abort"] = abort  # type: ignore[typeddict-unknown-key]
 
         def on_headers_complete(self) -> None:
-            self._in_head, self._head_bytes = False, 0
+            self._part = "body"
             size = len(self.url) + sum(len(n) + len(v) for n, v in self.headers)
             if size > max_header_bytes:
                 self._refuse()
@@ -101,7 +103,7 @@ def bounded_protocol(max_header_bytes: int, refusal: bytes) -> type[HttpToolsPro
             super().on_headers_complete()
 
         def on_message_complete(self) -> None:
-            self._in_head = True
+            self._part = "idle"
             if not self.transport.is_closing():
                 super().on_message_complete()
 
@@ -112,12 +114,15 @@ def bounded_protocol(max_header_bytes: int, refusal: bytes) -> type[HttpToolsPro
         def data_received(self, data: bytes) -> None:
             if self.transport.is_closing():
                 return
+            part, num_begun = self._part, self._num_begun
             super().data_received(data)
-            # Only what is still an unfinished head counts; a body has its own limit.
-            if self._in_head and not self.transport.is_closing():
+            if self._part != "head" or self.transport.is_closing():
+                return
+            # What ended an earlier message in the same read is not counted, only what is surely head.
+            if part == "head" or (part == "idle" and self._num_begun == num_begun + 1):
                 self._head_bytes += len(data)
-                if self._head_bytes > max_header_bytes:
-                    self._refuse()
+            if self._head_bytes > max_header_bytes:
+                self._refuse()
 
         def _refuse(self) -> None:
             self.transport.write(_HEADERS_TOO_LARGE % (len(refusal), refusal))

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import orjson
 from fastapi import APIRouter, Request, Response
 
 from candor import __version__, errors
@@ -20,7 +21,7 @@ from gateway.metrics import Metrics
 from gateway.replies import Exchange, Outlet
 
 _NAMES = {
-    "/v1/chat/completions": ("Create a chat completion", "ChatCompletionRequest"),
+    "/v1/chat/completions": ("Create a chat completion", "ChatRequest"),
     "/v1/completions": ("Create a completion", "CompletionRequest"),
     "/v1/embeddings": ("Create embeddings", "EmbeddingRequest"),
     "/tokenize": ("Text or conversation to token ids", "TokenizeRequest"),
@@ -38,12 +39,11 @@ class Api:
     def router(self, *, outside_v1: bool) -> APIRouter:
         """The routes under /v1, and those that this server has beside it."""
         router = APIRouter()
-        get = {"methods": ["GET"], "response_class": Response}
         self._post(router, "/v1/chat/completions", self.chat)
         self._post(router, "/v1/completions", self.completions)
         self._post(router, "/v1/embeddings", self.embeddings)
-        router.add_api_route("/v1/models", self.models, summary="List models", **get)
-        router.add_api_route("/v1/compat", self.compat, summary="Every field and its rule", **get)
+        _get(router, "/v1/models", self.models)
+        _get(router, "/v1/compat", self.compat)
         if outside_v1:
             self._post(router, "/tokenize", self.tokenize)
             self._post(router, "/detokenize", self.detokenize)
@@ -139,21 +139,20 @@ class Operations:
     def router(self) -> APIRouter:
         """The routes that no dialect has a say in."""
         router = APIRouter()
-        get = {"methods": ["GET"], "response_class": Response}
-        router.add_api_route("/health", self.health, **get)
-        router.add_api_route("/health/ready", self.ready, **get)
-        router.add_api_route("/version", self.version, **get)
-        router.add_api_route("/metrics", self.metrics, **get)
-        router.add_api_route("/metrics/{rest:path}", self.metrics, include_in_schema=False, **get)
+        _get(router, "/health", self.health)
+        _get(router, "/health/ready", self.ready)
+        _get(router, "/version", self.version)
+        _get(router, "/metrics", self.metrics)
+        _get(router, "/metrics/{rest:path}", self.metrics, is_listed=False)
         return router
 
     async def health(self) -> Response:
         """200 with nothing in it while the process lives."""
         return Response()
 
-    async def version(self) -> dict[str, str]:
+    async def version(self) -> Response:
         """The version of this software."""
-        return {"version": __version__}
+        return _render({"version": __version__}, 200)
 
     async def ready(self) -> Response:
         """200 when requests can be served, else 503; either way the state of every part."""
@@ -188,6 +187,14 @@ class Operations:
         return Response(text, headers={"content-type": exposition.CONTENT_TYPE})
 
 
+def _get(
+    router: APIRouter, path: str, handler: Callable[..., Any], *, is_listed: bool = True
+) -> None:
+    router.add_api_route(
+        path, handler, methods=["GET"], response_class=Response, include_in_schema=is_listed
+    )
+
+
 def refusal(dialect: Dialect, error: Exception) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
     """Status, headers and body of an error response in the dialect's shape."""
     reply = dialect.refusal(error)
@@ -211,6 +218,4 @@ def _json(body: bytes) -> Response:
 
 
 def _render(value: Mapping[str, Any], status: int) -> Response:
-    import orjson
-
     return Response(orjson.dumps(value), status, media_type="application/json")

@@ -197,6 +197,8 @@ class Dialect(Protocol):
     """One kind of server."""
 
     name: str
+    error_type: type[Exception]
+    """What parsing and resolving raise."""
 
     def chat(self, raw: bytes, content_type: str | None) -> GenerationCall:
         """Parse a chat request. Raises for what the dialect does not accept; so do the others."""
@@ -243,7 +245,8 @@ class Dialect(Protocol):
         ...
 
     def request_schemas(self) -> Mapping[str, Mapping[str, Any]]:
-        """Path → JSON schema of the request body, for the OpenAPI document."""
+        """Name → JSON schema for the OpenAPI document: ChatRequest, CompletionRequest, EmbeddingRequest,
+        TokenizeRequest and DetokenizeRequest are the bodies."""
         ...
 
 

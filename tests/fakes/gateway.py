@@ -11,8 +11,6 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequenc
 from dataclasses import dataclass, field
 from typing import Any
 
-import grpc
-
 from candor import errors, rpc
 from candor.v1 import (
     engine_pb2,
@@ -22,7 +20,7 @@ from candor.v1 import (
     tokenizer_pb2_grpc,
 )
 from candor.v1 import inference_pb2 as pb
-from gateway.app import make_server
+from gateway.app import Server, make_server
 from gateway.config import Config
 
 BOS, EOS, MARKER = 256, 257, 258
@@ -95,6 +93,9 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServiceServicer):
             texts=[decode(s.ids) for s in request.sequences], fingerprint=FINGERPRINT
         )
 
+    async def Count(self, request: Any, context: Any) -> Any:
+        raise errors.Unimplemented("gateways use Encode")
+
     async def Describe(self, request: Any, context: Any) -> Any:
         info = tokenizer_pb2.TokenizerInfo(
             model="MODEL",
@@ -132,9 +133,7 @@ def ended(
     reason: str = "length", *, by: int | str | None = None, score: float = 0.0
 ) -> pb.ChoiceEnd:
     """Why a choice ended."""
-    end = pb.ChoiceEnd(
-        reason=pb.FinishReason.Value(f"FINISH_REASON_{reason.upper()}"), cumulative_logprob=score
-    )
+    end = pb.ChoiceEnd(reason=f"FINISH_REASON_{reason.upper()}", cumulative_logprob=score)
     if isinstance(by, int):
         end.stop_token_id = by
     elif by is not None:
@@ -324,6 +323,20 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
             num_queued=2, num_running=3, max_queued=100, workers=[worker]
         )
 
+    async def Generate(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        for step in self.script(request):
+            if isinstance(step, asyncio.Event):
+                await step.wait()
+                continue
+            for event in step:
+                yield scheduler_pb2.GenerateResponse(event=event)
+
+    async def ListWorkers(self, request: Any, context: Any) -> Any:
+        raise errors.Unimplemented("gateways use GetStats")
+
+    async def DrainWorker(self, request: Any, context: Any) -> Any:
+        raise errors.Unimplemented("gateways do not drain workers")
+
     async def _tell(self) -> None:
         async with self.changed:
             self.changed.notify_all()
@@ -339,22 +352,20 @@ class Stack:
     url: str
     port: int
     scheduler: FakeScheduler
-    config: Config
-    app: Any
+    server: Server
 
 
 @contextlib.asynccontextmanager
 async def upstream(scheduler: FakeScheduler | None = None) -> AsyncIterator[tuple[str, str]]:
     """The two services on free ports: (scheduler, tokenizer) addresses."""
-    scheduler = scheduler or FakeScheduler()
     async with contextlib.AsyncExitStack() as stack:
+        servers = rpc.Server([]), rpc.Server([])
+        scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(
+            scheduler or FakeScheduler(), servers[0].grpc
+        )
+        tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server(FakeTokenizer(), servers[1].grpc)
         addresses = []
-        for servicer, add in (
-            (scheduler, scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server),
-            (FakeTokenizer(), tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server),
-        ):
-            server = rpc.Server([])
-            add(servicer, server.grpc)  # type: ignore[operator]
+        for server in servers:
             port = await server.start("127.0.0.1:0")
             stack.push_async_callback(server.stop, 0)
             addresses.append(f"127.0.0.1:{port}")
@@ -363,31 +374,47 @@ async def upstream(scheduler: FakeScheduler | None = None) -> AsyncIterator[tupl
 
 @contextlib.asynccontextmanager
 async def gateway(
-    scheduler: FakeScheduler | None = None, *, wait: bool = True, **settings: Any
+    scheduler: FakeScheduler | None = None,
+    *,
+    wait: bool = True,
+    scheduler_at: str = "",
+    tokenizer_at: str = "",
+    **settings: Any,
 ) -> AsyncIterator[Stack]:
-    """A gateway on a free port over real loopback HTTP, ready unless `wait` is false."""
+    """A gateway on a free port over real loopback HTTP; connected, unless `wait` is false.
+
+    `scheduler_at` and `tokenizer_at` put something else in the place of the fakes.
+    """
     scheduler = scheduler or FakeScheduler()
-    async with upstream(scheduler) as (scheduler_at, tokenizer_at):
-        values = {"scheduler": scheduler_at, "tokenizer": tokenizer_at, "drain_s": 1, **settings}
-        async with served(Config(http="127.0.0.1:0", **values)) as (server, port):
-            if wait:
-                await scheduler.wait_for(lambda: scheduler.num_connects > 0)
-            yield Stack(f"http://127.0.0.1:{port}", port, scheduler, values, server)  # type: ignore[arg-type]
+    async with upstream(scheduler) as (scheduler_here, tokenizer_here):
+        config = Config(
+            http="127.0.0.1:0",
+            scheduler=scheduler_at or scheduler_here,
+            tokenizer=tokenizer_at or tokenizer_here,
+            **{"drain_s": 1, **settings},
+        )
+        server = make_server(config)
+        task = asyncio.create_task(server.serve())
+        try:
+            async with asyncio.timeout(10):
+                await server.has_started.wait()
+                if wait:
+                    await server.application.scheduler.wait_connected()
+            yield Stack(f"http://127.0.0.1:{server.port}", server.port, scheduler, server)
+        finally:
+            server.drain()
+            await task
 
 
 @contextlib.asynccontextmanager
-async def served(config: Config) -> AsyncIterator[tuple[Any, int]]:
-    """The gateway's own server, started and, at the end, drained."""
-    server = make_server(config)
-    task = asyncio.create_task(server.serve())
+async def socket_to(
+    stack: Stack, **options: Any
+) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """A bare connection to the gateway, closed at the end whatever became of it."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", stack.port, **options)
     try:
-        await server.has_started.wait()
-        yield server, server.port
+        yield reader, writer
     finally:
-        server.should_exit = True
-        await task
-
-
-def rpc_code(error: grpc.RpcError) -> str:
-    """The name of a failed call's code."""
-    return str(error.code().name)
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()

@@ -137,7 +137,11 @@ async def test_a_broken_stream_fails_its_requests_and_is_opened_again() -> None:
     gate = asyncio.Event()
 
     def script(r: pb.GenerateRequest) -> Iterator[Step]:
-        yield from [[delta(0, "a")], gate] if r.request_id == "long" else babble(r)
+        if r.request_id != "long":
+            yield from babble(r)
+            return
+        yield [delta(0, "a")]
+        yield gate
 
     fake = FakeScheduler(script)
     async with client(fake) as scheduler:
@@ -182,9 +186,11 @@ async def test_a_consumer_that_lags_loses_its_request() -> None:
 async def test_a_request_that_takes_too_long_ends_with_its_deadline() -> None:
     fake = FakeScheduler(lambda _: [asyncio.Event()])
     async with client(fake) as scheduler:
-        with scheduler.generate([request()], timeout_s=0.05) as generation:
-            with pytest.raises(errors.DeadlineExceeded, match=r"0\.05 s"):
-                await anext(generation)
+        with (
+            scheduler.generate([request()], timeout_s=0.05) as generation,
+            pytest.raises(errors.DeadlineExceeded, match=r"0\.05 s"),
+        ):
+            await anext(generation)
         await fake.wait_for(lambda: fake.cancelled == [1])
 
 

@@ -299,7 +299,7 @@ def test_prompt_logprobs_never_hold_an_infinity() -> None:
 
 
 def test_echo_with_logprobs_puts_the_prompt_in_front_once_per_choice() -> None:
-    facts = {"text": "<s>hi", "token_ids": (1, 2), "first_token": "<s>"}
+    facts: Any = {"text": "<s>hi", "token_ids": (1, 2), "first_token": "<s>"}
     hi = TokenLogprobs((2,), (-1.0,), (1,), ("hi",))
     out = TokenLogprobs((7,), (-2.0,), (1,), ("!",))
     style = CompletionStyle(echo=True, logprobs=0)
@@ -327,7 +327,7 @@ def test_echo_with_logprobs_puts_the_prompt_in_front_once_per_choice() -> None:
 
 def test_echo_of_the_prompt_alone() -> None:
     style = CompletionStyle(echo=True, is_prompt_only=True, logprobs=0)
-    facts = {"text": "hi", "token_ids": (2,), "first_token": "hi"}
+    facts: Any = {"text": "hi", "token_ids": (2,), "first_token": "hi"}
     out = TokenLogprobs((7,), (-2.0,), (1,), ("!",))
     body = CompletionBody(HEADING, assemble(**facts), style)
     body.feed([Tagged(0, PromptLogprobs((None,))), say(0, "!", LENGTH, out), DONE])
@@ -431,7 +431,7 @@ def test_a_completion_stream_adds_up_to_the_body(
     script: tuple[int, int, list[Tagged]], k: int | None, echo: bool
 ) -> None:
     n, best_of, events = script
-    facts = {"text": "p" if echo else ""}
+    facts: Any = {"text": "p" if echo else ""}
     style = CompletionStyle(echo=echo, logprobs=k)
     body = CompletionBody(HEADING, assemble(n, best_of=best_of, **facts), style)
     body.feed(events)

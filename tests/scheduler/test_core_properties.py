@@ -46,8 +46,8 @@ SEED_NEEDED = frozenset({(Feature.SEED, "seed")})
 class Traffic(RuleBasedStateMachine):
     """Clients and workers that do anything they may do; the books are kept a second time, outside."""
 
-    @initialize(policy=st.sampled_from(sorted(POLICIES)), seed=st.integers(0, 9))
-    def begin(self, policy: str, seed: int) -> None:
+    @initialize(policy=st.sampled_from(sorted(POLICIES)), seed=st.integers(0, 9), features=FEATURES)
+    def begin(self, policy: str, seed: int, features: frozenset[Feature]) -> None:
         self.now = 0.0
         self.core = Scheduler(LIMITS, POLICIES[policy].make(), random.Random(seed))
         self.number = 0
@@ -56,6 +56,8 @@ class Traffic(RuleBasedStateMachine):
         self.refused = 0
         self.tokens: dict[str, list[int]] = {}
         self.live_handles: dict[int, tuple[Record, Worker]] = {}
+        for worker_id, its_features in (("w1", features), ("w2", frozenset[Feature]())):
+            self.register(worker_id, 2, "m", its_features, True)
 
     # --- carrying out ---
 
@@ -97,16 +99,18 @@ class Traffic(RuleBasedStateMachine):
     # --- clients ---
 
     @rule(
+        count=st.integers(1, 4),
         tokens=st.integers(1, 20),
         priority=st.integers(-1, 1),
         n=st.integers(1, 3),
-        model=st.sampled_from(["m", "n"]),
-        needs_seed=st.booleans(),
+        model=st.sampled_from(["m", "m", "m", "n"]),
+        needs_seed=st.sampled_from([False, False, True]),
         session=st.sampled_from([None, "s", "t", "u"]),
-        deadline=st.none() | st.integers(-1, 20),
+        deadline=st.none() | st.none() | st.integers(-1, 20),
     )
     def submit(
         self,
+        count: int,
         tokens: int,
         priority: int,
         n: int,
@@ -115,28 +119,29 @@ class Traffic(RuleBasedStateMachine):
         session: str | None,
         deadline: int | None,
     ) -> None:
-        self.number += 1
-        request = Request(
-            f"r{self.number}",
-            model,
-            tokens,
-            tokens + 1,
-            num_sequences=n,
-            priority=priority,
-            needs=SEED_NEEDED if needs_seed else frozenset(),
-            session_id=session,
-            deadline_at=None if deadline is None else self.now + deadline,
-        )
-        try:
-            actions = self.core.submit(self.now, request)
-        except errors.CandorError:
-            self.refused += 1
-            return
-        record = self.core.find(request.request_id)
-        assert record is not None
-        self.admitted[request.request_id] = record
-        self.tokens[request.request_id] = []
-        self.carry_out(actions)
+        for _ in range(count):
+            self.number += 1
+            request = Request(
+                f"r{self.number}",
+                model,
+                tokens,
+                tokens + 1,
+                num_sequences=n,
+                priority=priority,
+                needs=SEED_NEEDED if needs_seed else frozenset(),
+                session_id=session,
+                deadline_at=None if deadline is None else self.now + deadline,
+            )
+            try:
+                actions = self.core.submit(self.now, request)
+            except errors.CandorError:
+                self.refused += 1
+                continue
+            record = self.core.find(request.request_id)
+            assert record is not None
+            self.admitted[request.request_id] = record
+            self.tokens[request.request_id] = []
+            self.carry_out(actions)
 
     @precondition(lambda self: self.core.num_in_flight)
     @rule(pick=st.data())
@@ -160,9 +165,10 @@ class Traffic(RuleBasedStateMachine):
         slots=st.integers(1, 3),
         model=st.sampled_from(["m", "m", "n"]),
         features=FEATURES,
+        is_ready=st.sampled_from([True, True, True, False]),
     )
     def register(
-        self, worker_id: str, slots: int, model: str, features: frozenset[Feature]
+        self, worker_id: str, slots: int, model: str, features: frozenset[Feature], is_ready: bool
     ) -> None:
         self.number += 1
         spec = WorkerSpec(
@@ -172,29 +178,28 @@ class Traffic(RuleBasedStateMachine):
             slots,
             features,
         )
-        _, actions = self.core.worker_registered(self.now, spec)
+        worker, actions = self.core.worker_registered(self.now, spec)
         self.carry_out(actions)
+        if is_ready:
+            self.say(worker, WorkerState.READY)
 
-    @precondition(lambda self: self.workers())
-    @rule(pick=st.data(), state=st.sampled_from([WorkerState.READY] * 3 + [WorkerState.DRAINING]))
-    def report(self, pick: st.DataObject, state: WorkerState) -> None:
-        worker = pick.draw(st.sampled_from(self.workers()))
+    def say(self, worker: Worker, state: WorkerState) -> None:
         self.carry_out(self.core.worker_linked(self.now, worker))
         report = Report(state, worker.last_step_seq + 1, is_idle=not worker.assigned)
         self.carry_out(self.core.worker_reported(self.now, worker, report))
 
     @precondition(lambda self: self.workers())
-    @rule(pick=st.data())
-    def lose(self, pick: st.DataObject) -> None:
+    @rule(pick=st.data(), how=st.sampled_from(["lose", "lose", "drain", "leave", "ready", "ready"]))
+    def upset(self, pick: st.DataObject, how: str) -> None:
         worker = pick.draw(st.sampled_from(self.workers()))
-        self.carry_out(self.core.worker_lost(self.now, worker, "died"))
-
-    @precondition(lambda self: self.workers())
-    @rule(pick=st.data())
-    def drain(self, pick: st.DataObject) -> None:
-        worker = pick.draw(st.sampled_from(self.workers()))
-        _, actions = self.core.drain_worker(self.now, worker.worker_id)
-        self.carry_out(actions)
+        if how == "lose":
+            self.carry_out(self.core.worker_lost(self.now, worker, "died"))
+        elif how == "drain":
+            self.carry_out(self.core.drain_worker(self.now, worker.worker_id)[1])
+        elif how == "leave":
+            self.say(worker, WorkerState.DRAINING)
+        else:
+            self.say(worker, WorkerState.READY)
 
     @precondition(lambda self: self.running())
     @rule(pick=st.data(), ends=st.booleans())
@@ -233,9 +238,14 @@ class Traffic(RuleBasedStateMachine):
 
     # --- time ---
 
-    @rule(seconds=st.sampled_from([0.1, 1.0, 3.0, 6.0, 50.0]))
-    def wait(self, seconds: float) -> None:
+    @rule(
+        seconds=st.sampled_from([0.1, 1.0, 1.0, 3.0, 4.0, 50.0]),
+        is_healthy=st.sampled_from([True, True, False]),
+    )
+    def wait(self, seconds: float, is_healthy: bool) -> None:
         self.now += seconds
+        for worker in self.workers() if is_healthy else ():
+            self.core.worker_stepped(self.now, worker, worker.last_step_seq + 1, None)
         self.carry_out(self.core.tick(self.now))
         soonest = self.core.next_at()
         assert soonest is None or soonest > self.now
@@ -292,4 +302,4 @@ class Traffic(RuleBasedStateMachine):
 
 
 TestTraffic = Traffic.TestCase
-TestTraffic.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
+TestTraffic.settings = settings(max_examples=120, stateful_step_count=60, deadline=None)

@@ -7,6 +7,7 @@ One flat object for every error body; inside a stream the same object under `err
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -42,6 +43,9 @@ UNAUTHORIZED = b'{"error":"Unauthorized"}'
 """The body of a 401, which is no error object in this dialect."""
 
 _INTERNAL_MESSAGE = "Internal server error"
+_UNAVAILABLE_MESSAGE = "Service temporarily unavailable"
+_ADDRESS = re.compile(r"\b(ipv4|ipv6|unix|dns):|\berrno\b|:\d{2,5}\b", re.IGNORECASE)
+"""Shows that a text was written by a transport for its operator, not by us for a client."""
 
 
 class DialectError(Exception):
@@ -89,7 +93,11 @@ class DialectError(Exception):
 def from_candor(error: CandorError) -> DialectError:
     """The same outcome in this dialect. A fault of ours keeps its details to itself."""
     status = error.http_status
-    message = _INTERNAL_MESSAGE if status == 500 else error.message
+    message = error.message
+    if status == 500:
+        message = _INTERNAL_MESSAGE
+    elif status > 500 and _ADDRESS.search(message):
+        message = _UNAVAILABLE_MESSAGE
     return DialectError(
         message, status=status, field=error.field, retry_after_s=error.retry_after_s
     )

@@ -70,18 +70,6 @@ def parse_tokenize(raw: bytes, content_type: str | None) -> TokenizeRequest:
     raise _refusal(entries, data)
 
 
-def openapi_schemas() -> dict[str, dict[str, Any]]:
-    """Path → JSON schema of the request body, each complete in itself."""
-    forms = (TokenizeCompletionRequest, TokenizeChatRequest)
-    return {
-        "/v1/chat/completions": _schema(ChatRequest),
-        "/v1/completions": _schema(CompletionRequest),
-        "/v1/embeddings": _schema(EmbeddingRequest),
-        "/tokenize": {"anyOf": [_schema(form) for form in forms]},
-        "/detokenize": _schema(DetokenizeRequest),
-    }
-
-
 def parse_json_text(text: str) -> Any:
     """The value of a JSON text inside a request. Raises DialectError in the words of Python's json module."""
     return _loads(text.encode(), lambda message, _: DialectError(message))
@@ -101,24 +89,6 @@ def _parse(
         return model.model_validate(data)
     except ValidationError as error:
         raise _refusal(_entries(error), data) from None
-
-
-def _schema(model: type[BaseModel]) -> dict[str, Any]:
-    schema = model.model_json_schema()
-    definitions = schema.pop("$defs", {})
-
-    def inlined(value: Any) -> Any:
-        # An OpenAPI document resolves references against its own root, where there are no definitions.
-        if isinstance(value, list):
-            return [inlined(item) for item in value]
-        if not isinstance(value, dict):
-            return value
-        if "$ref" in value:
-            return inlined(definitions[value["$ref"].rpartition("/")[2]])
-        return {key: inlined(item) for key, item in value.items() if key != "discriminator"}
-
-    whole: dict[str, Any] = inlined(schema)
-    return whole
 
 
 # --- JSON ---------------------------------------------------------------------------------------------
@@ -279,7 +249,7 @@ def _number(data: Json, name: str) -> float | None:
         "msg": "Input should be a valid integer",
         "input": value,
     }
-    raise _refusal([entry])
+    raise _refusal([entry], data)
 
 
 # --- the list of errors -------------------------------------------------------------------------------
@@ -323,7 +293,7 @@ def _refusal(entries: Iterable[Entry], data: Any = None) -> DialectError:
         # The words matter, the echo does not: show each value's beginning only.
         room = max(MAX_MESSAGE_CHARS // (2 * len(listed)), 64)
         message = repr([{**entry, "input": _beginning(entry["input"], room)} for entry in listed])
-    return DialectError(message, field=_field(listed[0]["loc"], data))
+    return DialectError(message, field=_field([entry["loc"] for entry in listed], data))
 
 
 def _beginning(value: Any, room: int) -> Any:
@@ -331,14 +301,28 @@ def _beginning(value: Any, room: int) -> Any:
     return value if len(text) <= room else text[:room] + "…"
 
 
-def _field(loc: Sequence[str | int], data: Any) -> str | None:
-    """messages[0].content: the place in the body, without the names of types that a place also holds."""
+def _field(locs: Sequence[Sequence[str | int]], data: Any) -> str | None:
+    """messages[0].content: the deepest place that the errors of the first field point at."""
+    first = locs[0][1:2]
+    paths = [_path(loc[1:], data) for loc in locs if loc[1:2] == first]
     text = ""
-    for step in loc[1:]:
-        if isinstance(step, int) and isinstance(data, list) and step < len(data):
-            text, data = f"{text}[{step}]", data[step]
-        elif isinstance(step, str) and isinstance(data, dict) and step in data:
-            text, data = f"{text}.{step}" if text else step, data[step]
-        elif isinstance(step, str) and step == loc[-1] and isinstance(data, dict):
-            text = f"{text}.{step}" if text else step  # a missing one
+    for step in max(paths, key=len):
+        text += f"[{step}]" if isinstance(step, int) else f".{step}" if text else step
     return text or None
+
+
+def _path(loc: Sequence[str | int], data: Any) -> list[str | int]:
+    """A location without the names of types, which it also holds."""
+    path: list[str | int] = []
+    for index, step in enumerate(loc):
+        is_last = index == len(loc) - 1
+        if isinstance(step, int):
+            if not isinstance(data, list) or step >= len(data):
+                break
+            data = data[step]
+        elif not isinstance(data, dict) or (step not in data and not is_last):
+            continue  # the name of a type
+        else:
+            data = data.get(step)
+        path.append(step)
+    return path

@@ -6,6 +6,7 @@ engine decides what is computed, copied and freed, and keeps the books.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -68,7 +69,13 @@ class KvExhausted(Exception):
     """No room in the KV store for this step."""
 
 
-RunnerFactory = Callable[..., Runner]
+RUNNERS = {
+    "llamacpp": ("engine.runners.llamacpp", "LlamaCppRunner"),
+    "native": ("engine.runners.native", "NativeRunner"),
+    "reference": ("engine.runners.reference", "ReferenceRunner"),
+    "synthetic": ("engine.runners.synthetic", "SyntheticRunner"),
+}
+"""Name → module and class, imported when chosen."""
 
 
 def open_runner(
@@ -81,19 +88,15 @@ def open_runner(
     max_model_len: int | None,
     threads: int,
 ) -> Runner:
-    """Load `model_path` with the named runner: llamacpp, reference, synthetic.
+    """Load `model_path` with one of RUNNERS.
 
     `max_model_len` None means the model's own context length. Imports the framework lazily.
     Raises ValueError for an unknown name, a file that is no model, or sizes the model cannot have.
     """
-    if name == "llamacpp":
-        from engine.runners.llamacpp import LlamaCppRunner as factory
-    elif name == "reference":
-        from engine.runners.reference import ReferenceRunner as factory
-    elif name == "synthetic":
-        from engine.runners.synthetic import SyntheticRunner as factory
-    else:
-        raise ValueError(f"unknown runner {name!r}: llamacpp, reference or synthetic")
+    if name not in RUNNERS:
+        raise ValueError(f"unknown runner {name!r}, none of {', '.join(RUNNERS)}")
+    module, cls = RUNNERS[name]
+    factory: Callable[..., Runner] = getattr(importlib.import_module(module), cls)
     return factory(
         model_path,
         max_rows=max_rows,

@@ -52,7 +52,7 @@ def _tile(rows: int, adds: bool) -> Callable[..., None]:
     With `adds`, the sums start from what y holds.
     """
 
-    @intrinsic  # type: ignore[untyped-decorator]
+    @intrinsic
     def tile(_context: Any, x: Any, ldx: Any, w: Any, y: Any, ldy: Any, k: Any) -> Any:
         signature = types.void(
             types.uintp, types.intp, types.uintp, types.uintp, types.intp, types.intp
@@ -61,7 +61,7 @@ def _tile(rows: int, adds: bool) -> Callable[..., None]:
             context, builder, args, rows, adds
         )
 
-    return tile  # type: ignore[no-any-return]
+    return tile
 
 
 def _emit(context: Any, b: Any, args: Any, rows: int, adds: bool) -> Any:
@@ -138,9 +138,24 @@ def _panel_with(adds: bool) -> Callable[..., None]:
     largest = _tile(MR, adds)
     tile4, tile3, tile2, tile1 = (_tile(rows, adds) for rows in (4, 3, 2, 1))
 
-    @njit(nogil=True)  # type: ignore[untyped-decorator]
-    def panel(x: int, ldx: int, k: int, w: int, y: int, ldy: int, m: int) -> None:
-        """y[m, NB] (+)= x[m, k] @ one panel, tile by tile; addresses in bytes, strides in floats."""
+    @njit(nogil=True)
+    def panel(
+        xs: Array,
+        x0: int,
+        ldx: int,
+        k: int,
+        ws: Array,
+        w0: int,
+        ys: Array,
+        y0: int,
+        ldy: int,
+        m: int,
+    ) -> None:
+        """y[m, NB] (+)= x[m, k] @ one panel, tile by tile.
+
+        Arrays with offsets and strides in floats: an address alone would not keep its array alive.
+        """
+        x, w, y = xs.ctypes.data + x0 * 4, ws.ctypes.data + w0 * 4, ys.ctypes.data + y0 * 4
         row = 0
         while row + MR <= m:
             largest(x + row * ldx * 4, ldx, w, y + row * ldy * 4, ldy, k)
@@ -155,22 +170,21 @@ def _panel_with(adds: bool) -> Callable[..., None]:
         elif row < m:
             tile1(x + row * ldx * 4, ldx, w, y + row * ldy * 4, ldy, k)
 
-    return panel  # type: ignore[no-any-return]
+    return panel
 
 
 _panel, _panel_add = _panel_with(False), _panel_with(True)
 
 
-@njit(parallel=True, nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@njit(parallel=True, nogil=True, cache=True)
 def product(x: Array, w: Array, y: Array) -> None:
     """y[M, panels * NB] = x[M, K] @ packed w; all C-contiguous float32."""
     m, k, n = x.shape[0], x.shape[1], y.shape[1]
-    x_at, w_at, y_at = x.ctypes.data, w.ctypes.data, y.ctypes.data
     for p in prange(w.shape[0]):
-        _panel(x_at, k, k, w_at + p * k * NB * 4, y_at + p * NB * 4, n, m)
+        _panel(x, 0, k, k, w, p * k * NB, y, p * NB, n, m)
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@njit(nogil=True, cache=True)
 def _rms_norm(x: Array, weight: Array, eps: float, out: Array) -> None:
     for row in range(x.shape[0]):
         total = np.float32(0.0)
@@ -181,7 +195,7 @@ def _rms_norm(x: Array, weight: Array, eps: float, out: Array) -> None:
             out[row, i] = x[row, i] * scale * weight[i]
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@njit(nogil=True, cache=True)
 def _rotate(vector: Array, cos: Array, sin: Array) -> None:
     """Rotary embedding of one head in place: the two halves are the real and imaginary parts."""
     half = cos.shape[0]
@@ -191,8 +205,8 @@ def _rotate(vector: Array, cos: Array, sin: Array) -> None:
         vector[i + half] = b * cos[i] + a * sin[i]
 
 
-@njit(nogil=True, cache=True, inline="always")  # type: ignore[untyped-decorator]
-def _exp(x: float) -> float:
+@njit(nogil=True, cache=True, inline="always")
+def _exp(x: Any) -> Any:
     """e^x for x <= 0 in float32, to 2 units in the last place, in a form that compilers vectorise.
 
     Cody and Waite 1980: 2^n times a polynomial on [-ln 2 / 2, ln 2 / 2]; below -87 it is 0.
@@ -211,15 +225,15 @@ def _exp(x: float) -> float:
     return p * power if x > np.float32(-87.0) else np.float32(0.0)
 
 
-@njit(nogil=True, cache=True, inline="always")  # type: ignore[untyped-decorator]
-def _silu(x: float) -> float:
+@njit(nogil=True, cache=True, inline="always")
+def _silu(x: Any) -> Any:
     """x times the logistic function of x, without overflow on either side."""
     e = _exp(-abs(x))
     return x * ((np.float32(1.0) if x > np.float32(0.0) else e) / (np.float32(1.0) + e))
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
-def _softmax(row: Array, seen: int) -> float:
+@njit(nogil=True, cache=True)
+def _softmax(row: Array, seen: int) -> Any:
     """Turn the first `seen` scores into e^(score - max) and the rest into 0; returns their sum."""
     top = row[0]
     for j in range(1, seen):
@@ -233,7 +247,7 @@ def _softmax(row: Array, seen: int) -> float:
     return total
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@njit(nogil=True, cache=True)
 def _attend(
     projected: Array,  # [T, ...]: rotated and scaled queries first
     first: int,
@@ -258,17 +272,15 @@ def _attend(
         at = (kv_head * group + r % group) * head
         queries[r] = projected[first + r // group, at : at + head]
     shares, sums = np.empty((m, n), np.float32), np.empty(m, np.float32)
-    q_at, shares_at = queries.ctypes.data, shares.ctypes.data
     for p in range(panels):
-        _panel(q_at, head, head, keys[blocks[p]].ctypes.data, shares_at + p * NB * 4, n, m)
+        _panel(queries, 0, head, head, keys, blocks[p] * head * NB, shares, p * NB, n, m)
     for r in range(m):
         sums[r] = _softmax(shares[r], positions[first + r // group] + 1)
     weighted = np.zeros((m, parts * NB), np.float32)
     for c in range(parts):
-        to = weighted.ctypes.data + c * NB * 4
         for p in range(panels):
-            w = values[blocks[p], c].ctypes.data
-            _panel_add(shares_at + p * NB * 4, n, NB, w, to, parts * NB, m)
+            w = (blocks[p] * parts + c) * NB * NB
+            _panel_add(shares, p * NB, n, NB, values, w, weighted, c * NB, parts * NB, m)
     for r in range(m):
         at = (kv_head * group + r % group) * head
         scale = np.float32(1.0) / sums[r]
@@ -276,7 +288,7 @@ def _attend(
             mixed[first + r // group, at + i] = weighted[r, i] * scale
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@njit(nogil=True, cache=True)
 def _query_blocks(rows: Any) -> Any:
     """Cut the batch into (first, count) blocks of at most QUERIES neighbours of one row."""
     out = np.empty((rows.shape[0], 2), np.int64)
@@ -290,7 +302,7 @@ def _query_blocks(rows: Any) -> Any:
     return out[:n]
 
 
-@njit(parallel=True, nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@njit(parallel=True, nogil=True, cache=True)
 def step(
     x: Array,  # [T, D] embeddings in, hidden states out
     positions: Any,  # [T]
@@ -322,13 +334,11 @@ def step(
     added = np.empty((t, out.shape[1] * NB), np.float32)
     scale = np.float32(1.0 / np.sqrt(head))
     queries = _query_blocks(rows)
-    normed_at, projected_at, mixed_at = normed.ctypes.data, projected.ctypes.data, mixed.ctypes.data
-    hidden_at, added_at = hidden.ctypes.data, added.ctypes.data
     for layer in range(layers):
         _rms_norm(x, norms[layer, 0], eps, normed)
-        w_at, n = qkv[layer].ctypes.data, projected.shape[1]
+        w, n = qkv[layer], projected.shape[1]
         for p in prange(qkv.shape[1]):
-            _panel(normed_at, d, d, w_at + p * d * NB * 4, projected_at + p * NB * 4, n, t)
+            _panel(normed, 0, d, d, w, p * d * NB, projected, p * NB, n, t)
         for i in range(t):
             row = projected[i]
             for j in range(n):
@@ -360,27 +370,26 @@ def step(
                 group,
                 mixed,
             )
-        w_at, n = out[layer].ctypes.data, added.shape[1]
+        w, n = out[layer], added.shape[1]
         for p in prange(out.shape[1]):
-            _panel(mixed_at, width, width, w_at + p * width * NB * 4, added_at + p * NB * 4, n, t)
+            _panel(mixed, 0, width, width, w, p * width * NB, added, p * NB, n, t)
         for i in range(t):
             for j in range(d):
                 x[i, j] += added[i, j]
         _rms_norm(x, norms[layer, 1], eps, normed)
-        w_at = gate_up[layer].ctypes.data
+        w = gate_up[layer]
         for p in prange(gate_up.shape[1]):
             both = np.empty((t, 2 * NB), np.float32)
-            at = w_at + p * 2 * d * NB * 4
-            _panel(normed_at, d, d, at, both.ctypes.data, 2 * NB, t)
-            _panel(normed_at, d, d, at + d * NB * 4, both.ctypes.data + NB * 4, 2 * NB, t)
+            _panel(normed, 0, d, d, w, 2 * p * d * NB, both, 0, 2 * NB, t)
+            _panel(normed, 0, d, d, w, (2 * p + 1) * d * NB, both, NB, 2 * NB, t)
             end = min(NB, ffn - p * NB)
             for i in range(t):
                 for j in range(end):
                     g = both[i, j]
                     hidden[i, p * NB + j] = _silu(g) * both[i, NB + j]
-        w_at = down[layer].ctypes.data
+        w = down[layer]
         for p in prange(down.shape[1]):
-            _panel(hidden_at, ffn, ffn, w_at + p * ffn * NB * 4, added_at + p * NB * 4, n, t)
+            _panel(hidden, 0, ffn, ffn, w, p * ffn * NB, added, p * NB, n, t)
         for i in range(t):
             for j in range(d):
                 x[i, j] += added[i, j]

@@ -87,21 +87,30 @@ def open_runner(
     max_batch_tokens: int,
     max_model_len: int | None,
     threads: int,
+    slots: int | None = None,
 ) -> Runner:
-    """Load `model_path` with one of RUNNERS.
+    """Load `model_path` with one of RUNNERS, or with the one that "auto" finds best for `slots` rows.
 
     `max_model_len` None means the model's own context length. Imports the framework lazily.
     Raises ValueError for an unknown name, a file that is no model, or sizes the model cannot have.
     """
+
+    def load(chosen: str) -> Runner:
+        module, cls = RUNNERS[chosen]
+        factory: Callable[..., Runner] = getattr(importlib.import_module(module), cls)
+        return factory(
+            model_path,
+            max_rows=max_rows,
+            kv_tokens=kv_tokens,
+            max_batch_tokens=max_batch_tokens,
+            max_model_len=max_model_len,
+            threads=threads,
+        )
+
+    if name == "auto":
+        from engine.runners.auto import choose
+
+        return choose(model_path, slots or max_rows, load)
     if name not in RUNNERS:
-        raise ValueError(f"unknown runner {name!r}, none of {', '.join(RUNNERS)}")
-    module, cls = RUNNERS[name]
-    factory: Callable[..., Runner] = getattr(importlib.import_module(module), cls)
-    return factory(
-        model_path,
-        max_rows=max_rows,
-        kv_tokens=kv_tokens,
-        max_batch_tokens=max_batch_tokens,
-        max_model_len=max_model_len,
-        threads=threads,
-    )
+        raise ValueError(f"unknown runner {name!r}, none of auto, {', '.join(RUNNERS)}")
+    return load(name)

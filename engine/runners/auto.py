@@ -60,7 +60,7 @@ def _step_s(runner: Runner, slots: int) -> float:
     ids = np.arange(PROMPT_TOKENS, dtype=np.int32) % runner.vocab_size
     places = np.arange(PROMPT_TOKENS, dtype=np.int32)
     last = places == PROMPT_TOKENS - 1
-    for row in rows:
+    for row in range(len(rows)):
         runner.forward(StepInput(ids, places, np.full(PROMPT_TOKENS, row, np.int32), last))
     ones, everything = np.zeros(len(rows), np.int32), np.ones(len(rows), np.bool_)
     times = []
@@ -69,7 +69,7 @@ def _step_s(runner: Runner, slots: int) -> float:
         at = np.full(len(rows), position, np.int32)
         runner.forward(StepInput(ones, at, rows, everything))
         times.append(time.perf_counter() - began)
-    for row in rows.tolist():
+    for row in range(len(rows)):
         runner.trim(row, 0)
     return float(np.median(times))
 

@@ -126,6 +126,7 @@ class Door:
             await self._app(scope, receive, send)
             return
         scope["root_path"] = self._root_path
+        scope["candor.send"] = send
         rid = _request_id(scope)
         telemetry.request_id.set(rid)
         began_at = time.perf_counter()

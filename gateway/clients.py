@@ -24,7 +24,7 @@ from candor.v1.scheduler_pb2_grpc import SchedulerServiceStub
 from candor.v1.tokenizer_pb2_grpc import TokenizerServiceStub
 from gateway import translate
 from gateway.catalog import Catalog, ModelCard, Stats, TokenizerCard
-from gateway.events import Finished, Tagged
+from gateway.events import Tagged
 
 log = logging.getLogger("gateway.clients")
 
@@ -175,20 +175,23 @@ class Generation:
 
     def push(self, handle: int, event: inference_pb2.GenerateEvent) -> None:
         """Take one event of this request off the wire."""
-        if event.WhichOneof("event") == "failed":
+        kind = event.WhichOneof("event")
+        if kind == "failed":
             del self.handles[handle]
             self.fail(rpc.from_status(event.failed))
             return
-        plain = translate.event_from_pb(event)
+        plain = translate.event_from_pb(event, kind)
         if plain is None:
             return
         if len(self._events) >= self._limit:
             self._overflow()
             return
         self._events.append(Tagged(self.handles[handle], plain))
-        if isinstance(plain, Finished):
+        if kind == "finished":
             del self.handles[handle]
-        self._wake()
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
 
     def fail(self, error: errors.CandorError) -> None:
         """End the request with `error`, after what has already arrived."""

@@ -21,6 +21,8 @@ class Outlet:
 
     def __init__(self, scope: Scope, send: Send) -> None:
         self._scope, self._send = scope, send
+        # The middleware has its say on the start; body parts need none of it and are many.
+        self._send_body: Send = scope.get("candor.send", send)
         self.has_started = False
         self.has_ended = False
 
@@ -33,7 +35,7 @@ class Outlet:
 
     async def write(self, data: bytes) -> None:
         """Send a part of the body; waits while the client's socket is full."""
-        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+        await self._send_body({"type": "http.response.body", "body": data, "more_body": True})
 
     async def end(self, data: bytes = b"") -> None:
         """Send the last part of the body."""

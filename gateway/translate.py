@@ -129,12 +129,11 @@ def chat_to_pb(chat: Chat) -> pb.ChatPrompt:
     )
 
 
-def event_from_pb(event: pb.GenerateEvent) -> Event | None:
-    """The plain form of an event; None for a kind that this build does not know.
+def event_from_pb(event: pb.GenerateEvent, kind: str | None) -> Event | None:
+    """The plain form of an event of this kind; None for a kind that this build does not know.
 
     A failed request is not an event here: the client raises it.
     """
-    kind = event.WhichOneof("event")
     if kind == "delta":
         return _delta(event.delta)
     if kind == "finished":

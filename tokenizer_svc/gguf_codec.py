@@ -13,15 +13,18 @@ from __future__ import annotations
 import functools
 import hashlib
 import re
+import threading
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from candor.errors import InvalidArgument
 from tokenizer_svc import llama_abi
 from tokenizer_svc.gguf_header import raw_metadata
 from tokenizer_svc.vocabulary import Vocabulary, special_tokens_around
 
 # llama.cpp's token attributes (bits) and vocabulary types.
-_UNKNOWN, _UNUSED, _CONTROL, _USER_DEFINED = 1, 2, 8, 16
+_UNKNOWN, _UNUSED, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 8, 16, 32
 _LSTRIP, _RSTRIP, _SINGLE_WORD = 128, 256, 512
 _NO_VOCAB, _SPM, _BPE, _WPM, _UGM = 0, 1, 2, 3, 4
 
@@ -31,6 +34,49 @@ _SHORT_BYTES = 64
 """Stretches up to this are remembered: role names and line ends between markers come in every prompt, and
 each trip into the library costs 30 µs before it looks at the text. Longer ones are private and rarely
 repeat."""
+
+_LINEAR_SPLITTERS = frozenset(
+    (
+        "gpt-2",
+        "smollm",
+        "llama3",
+        "llama-bpe",
+        "qwen2",
+        "qwen35",
+        "starcoder",
+        "refact",
+        "command-r",
+        "olmo",
+        "dbrx",
+        "chatglm-bpe",
+        "stablelm2",
+        "jais",
+        "codeshell",
+        "exaone",
+        "minerva-7b",
+        "mpt",
+        "phi-2",
+        "kimi-k2",
+        "hunyuan",
+        "chameleon",
+        "trillion",
+        "pixtral",
+        "falcon3",
+        "gemma4",
+        "glm4",
+        "solar-open",
+    )
+)
+"""Vocabularies (`tokenizer.ggml.pre`) whose splitting rule is hand-written in this build: any text will do.
+For the others a regular expression recurses once per character of a stretch, and running out of stack ends
+the process: 24,000 spaces do that with eight megabytes."""
+_STACK_BYTES_PER_CHARACTER = 1000
+"""At most 520 were seen; a rule may join two stretches."""
+_DEFAULT_STACK_BYTES = 8 * 1024 * 1024
+_MAX_UNKNOWN_CHARACTERS = 100_000
+"""For SentencePiece vocabularies: each character without a token of its own makes the library copy all ids
+so far, so that a megabyte of them takes over a minute."""
+_STRETCH = re.compile(r"\S+|\s+")
 
 
 class GgufCodec(Vocabulary):
@@ -48,13 +94,14 @@ class GgufCodec(Vocabulary):
         size = self._lib.llama_vocab_n_tokens(self._vocab)
         attributes = [int(self._lib.llama_vocab_get_attr(self._vocab, i)) for i in range(size)]
         pieces = self._read_pieces(size)
+        rule = llama_abi.meta(model, "tokenizer.ggml.pre")
+        self._is_recursive = self._kind == _BPE and rule not in _LINEAR_SPLITTERS
         self._tokenize_short = functools.lru_cache(maxsize=4096)(self._tokenize)
         self._splitters = self._make_splitters(pieces, attributes)
-        self._ids_of = {
-            pieces[i].decode("utf-8", "replace"): i
-            for i, attribute in enumerate(attributes)
-            if attribute & (_CONTROL | _USER_DEFINED)
-        }
+        texts = [piece.decode("utf-8", "replace") for piece in pieces]
+        described = list(enumerate(zip(texts, attributes, strict=True)))
+        self._letters = {t for _, (t, a) in described if len(t) == 1 and not a & _BYTE}
+        self._ids_of = {t: i for i, (t, a) in described if a & (_CONTROL | _USER_DEFINED)}
         prefix, suffix = special_tokens_around(
             self._tokenize(b"a", False, False), self._tokenize(b"a", True, False)
         )
@@ -82,8 +129,13 @@ class GgufCodec(Vocabulary):
     ) -> list[int]:
         """The token ids of `text`. Releases the interpreter lock while the library works.
 
-        `parse_special`: text that spells a control token becomes that token.
+        `parse_special`: text that spells a control token becomes that token. Raises InvalidArgument for
+        a text that this vocabulary cannot take.
         """
+        if self._is_recursive:
+            _check_stretches(text)
+        elif self._kind != _BPE:
+            self._check_letters(text)
         splitter = self._splitters[parse_special] if self._splitters else None
         if splitter is None:
             return list(self._tokenize(text.encode(), add_special_tokens, parse_special))
@@ -113,6 +165,18 @@ class GgufCodec(Vocabulary):
             if count >= 0:
                 return tuple(self._ffi.unpack(buf, count))
             room = -count
+
+    def _check_letters(self, text: str) -> None:
+        """Refuse a text that would take the library minutes."""
+        if len(text) <= _MAX_UNKNOWN_CHARACTERS:
+            return
+        unknown = sum(n for letter, n in Counter(text).items() if letter not in self._letters)
+        if unknown > _MAX_UNKNOWN_CHARACTERS:
+            raise InvalidArgument(
+                f"the text has {unknown} characters that are not in this model's vocabulary; its "
+                f"tokenizer can take {_MAX_UNKNOWN_CHARACTERS}",
+                reason="TEXT_TOO_LARGE",
+            )
 
     def _make_splitters(
         self, pieces: list[bytes], attributes: list[int]
@@ -159,6 +223,20 @@ class GgufCodec(Vocabulary):
             return True
         prefix = llama_abi.meta(self._model, "tokenizer.ggml.add_space_prefix")
         return self._kind in (_SPM, _UGM) and prefix != "false"
+
+
+def _check_stretches(text: str) -> None:
+    """Refuse a text that would overrun the stack of this thread."""
+    room = (threading.stack_size() or _DEFAULT_STACK_BYTES) // _STACK_BYTES_PER_CHARACTER
+    if len(text) <= room:
+        return
+    longest = max(len(match[0]) for match in _STRETCH.finditer(text))
+    if longest > room:
+        raise InvalidArgument(
+            f"the text has a stretch of {longest} characters without (or of nothing but) white space; "
+            f"this model's tokenizer can take {room}",
+            reason="TEXT_TOO_LARGE",
+        )
 
 
 def _alternatives(texts: list[bytes]) -> re.Pattern[str]:

@@ -48,16 +48,19 @@ class TemplatePool:
         self._limits = limits
         self._idle: list[asyncio.subprocess.Process] = []
         self._slots = asyncio.Semaphore(limits.processes)
-        self._waiting = 0
+        self.waiting = 0
+        """Calls that wait for a renderer."""
+        self.rendering = 0
+        """Calls that have one."""
 
     async def render(
         self, template: str, special_tokens: Mapping[str, str], conversation: Conversation
     ) -> str:
         """Render in a process. Raises InvalidArgument for a template that fails or uses too much."""
         conversation.check()
-        if self._waiting >= self._limits.max_waiting:
+        if self.waiting >= self._limits.max_waiting:
             raise ResourceExhausted(
-                f"{self._waiting} chat templates wait to be rendered; {self._limits.max_waiting} may",
+                f"{self.waiting} chat templates wait to be rendered; {self._limits.max_waiting} may",
                 reason="QUEUE_FULL",
                 retry_after_s=self._limits.timeout_s,
             )
@@ -68,14 +71,16 @@ class TemplatePool:
                 "conversation": vars(conversation),
             }
         )
-        self._waiting += 1
+        self.waiting += 1
         try:
             await self._slots.acquire()
         finally:
-            self._waiting -= 1
+            self.waiting -= 1
+        self.rendering += 1
         try:
             answer = await self._ask(job)
         finally:
+            self.rendering -= 1
             self._slots.release()
         if "error" in answer:
             raise InvalidArgument(answer["error"], reason="TEMPLATE_FAILED", field=answer["field"])

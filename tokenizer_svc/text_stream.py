@@ -48,14 +48,15 @@ class TextStream:
     def push(self, token_id: int) -> str:
         """Take one more token; returns the text to add, "" while it may be half a character."""
         piece = self._piece(token_id)
+        text, self._pending = _advance(self._pending + self._without_leading_space(piece))
         if piece:
             self._at_start = False
-        text, self._pending = _advance(self._pending + piece)
         return text
 
     def peek_text(self, token_id: int) -> str:
         """The text that `push(token_id)` would return; changes nothing."""
-        return _advance(self._pending + self._piece(token_id))[0]
+        piece = self._without_leading_space(self._piece(token_id))
+        return _advance(self._pending + piece)[0]
 
     def flush(self) -> str:
         """The text still held back, incomplete characters as U+FFFD. The sequence ends here."""
@@ -70,7 +71,9 @@ class TextStream:
     def _piece(self, token_id: int) -> bytes:
         if token_id in self._hidden or not 0 <= token_id < len(self._pieces):
             return b""
-        piece = self._pieces[token_id]
+        return self._pieces[token_id]
+
+    def _without_leading_space(self, piece: bytes) -> bytes:
         return piece[1:] if self._at_start and piece.startswith(b" ") else piece
 
 

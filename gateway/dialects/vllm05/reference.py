@@ -109,8 +109,8 @@ DECISIONS = (
     "Token ids above the vocabulary in a prompt are a 400 that names the prompt.",
     "Images and audio are a 400: the models served here read text only.",
     "A request has at most 1024 sequences (best_of times the number of prompts); the original has no bound.",
-    "A rejected value is echoed at full length only while the whole message stays below 16,384 characters,"
-    " and at most 64 errors are listed.",
+    "Rejected values are echoed up to 16,384 characters of a message, at most 64 errors are listed, and a"
+    " crowd (256 fields in one object, 65,536 prompts, 300,000 biases) is refused as such.",
     "usage in a stream's last chunk sums over all choices and prompts; the original reports the last one.",
     "echo works in streams: the first chunk of each choice begins with the prompt.",
     "A finished choice sends its finish chunk once; the original repeats it until its siblings finish.",

@@ -49,6 +49,7 @@ from gateway.dialects.vllm05.rules import (
 )
 from gateway.dialects.vllm05.shapes import (
     Body,
+    Document,
     IdList,
     MessageList,
     NamedToolChoice,
@@ -181,7 +182,7 @@ class ChatRequest(Body):
     guided_decoding_backend: GuidedBackend = None
     guided_whitespace_pattern: GuidedWhitespace = None
     documents: Annotated[
-        Annotated[list[dict[str, str]], Field(fail_fast=True)] | None,
+        Annotated[list[Document], Field(fail_fast=True)] | None,
         Rule(
             "Handed to the chat template as `documents`.",
             ("test_changing_a_field_changes_the_outcome",),
@@ -331,7 +332,7 @@ class EmbeddingRequest(Body):
     encoding_format: Annotated[
         Literal["float", "base64"],
         Rule(
-            "float: numbers; base64: their little-endian float32 bytes.",
+            "As numbers, or as the base64 text of their little-endian float32 bytes.",
             ("emb-base64", "emb-bad-format", "emb-null-format"),
         ),
     ] = "float"

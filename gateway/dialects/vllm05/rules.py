@@ -7,6 +7,7 @@ from typing import Annotated, Any
 from gateway.dialects.fields import Rule
 from gateway.dialects.vllm05.shapes import (
     AtLeastOne,
+    Biases,
     IdList,
     ResponseFormat,
     Seed,
@@ -55,7 +56,7 @@ RepetitionPenalty = Annotated[
     ),
 ]
 LogitBias = Annotated[
-    dict[str, float] | None,
+    Biases | None,
     Rule(
         "Added to the logits of the tokens with these ids; values are clamped to -100 to 100. Added"
         " tokens (chat markers) cannot be biased.",
@@ -193,7 +194,7 @@ SkipSpecial = Annotated[
     bool,
     Rule(
         "Leaves special tokens out of the text.",
-        ("stop-special-token-text", "test_changing_a_field_changes_the_outcome"),
+        ("test_changing_a_field_changes_the_outcome",),
     ),
 ]
 SpacesBetween = Annotated[

@@ -31,8 +31,8 @@ Body = TypeVar("Body", bound=BaseModel)
 
 MAX_ENTRIES = 64
 """Errors listed in one message."""
-MAX_MESSAGE_CHARS = 16_384
-"""Length of one message: rejected values are echoed, and they can be as large as the body."""
+MAX_ECHO_CHARS = 16_384
+"""Length of the rejected values in one message: each is echoed, and can be as large as the body."""
 
 
 def parse_chat(raw: bytes, content_type: str | None) -> ChatRequest:
@@ -288,17 +288,37 @@ def _entries(error: ValidationError, *form: str) -> Iterable[Entry]:
 
 def _refusal(entries: Iterable[Entry], data: Any = None) -> DialectError:
     listed = list(entries)
-    message = repr(listed)
-    if len(message) > MAX_MESSAGE_CHARS:
-        # The words matter, the echo does not: show each value's beginning only.
-        room = max(MAX_MESSAGE_CHARS // (2 * len(listed)), 64)
-        message = repr([{**entry, "input": _beginning(entry["input"], room)} for entry in listed])
-    return DialectError(message, field=_field([entry["loc"] for entry in listed], data))
+    shown = [{**entry, "input": _shown(entry["input"], len(listed))} for entry in listed]
+    return DialectError(repr(shown), field=_field([entry["loc"] for entry in listed], data))
 
 
-def _beginning(value: Any, room: int) -> Any:
-    text = repr(value)
-    return value if len(text) <= room else text[:room] + "…"
+def _shown(value: Any, num_entries: int) -> Any:
+    """A rejected value, or its beginning where it is large: the words matter, the echo does not."""
+    room = MAX_ECHO_CHARS // num_entries
+
+    def beginning(inner: Any) -> Any:
+        nonlocal room
+        room -= 4
+        if isinstance(inner, str):
+            whole, room = inner, room - len(inner)
+            return whole if room >= 0 else whole[: max(room + len(whole), 0)] + "…"
+        if isinstance(inner, dict):
+            kept: dict[Any, Any] = {}
+            for key, item in inner.items():
+                if room <= 0:
+                    return {**kept, "…": "…"}
+                kept[beginning(key)] = beginning(item)
+            return kept
+        if isinstance(inner, list):
+            items: list[Any] = []
+            for item in inner:
+                if room <= 0:
+                    return [*items, "…"]
+                items.append(beginning(item))
+            return items
+        return inner
+
+    return beginning(value)
 
 
 def _field(locs: Sequence[Sequence[str | int]], data: Any) -> str | None:

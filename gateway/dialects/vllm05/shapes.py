@@ -7,16 +7,73 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, NotRequired
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
 from gateway.dialects.fields import Rule
+
+MAX_KEYS = 256
+"""Keys of an object whose fields are declared; there are far fewer of those."""
+MAX_MAP_KEYS = 300_000
+"""Keys of a free map; one for every token of a large vocabulary fits."""
+MAX_PROMPTS = 65_536
+"""Elements of a list of prompts."""
+
+
+def few_keys(value: Any) -> Any:
+    """Refuse a crowd of unknown fields before each of them becomes an error of its own."""
+    if isinstance(value, dict) and len(value) > MAX_KEYS:
+        raise PydanticCustomError(
+            "too_many_fields",
+            "Extra inputs are not permitted, certainly not {count} fields",
+            {"count": len(value)},
+        )
+    return value
+
+
+Crowd = BeforeValidator(few_keys)
+
+
+def _few_prompts(value: Any) -> Any:
+    is_long = isinstance(value, list) and len(value) > MAX_PROMPTS
+    if is_long and not isinstance(value[0], int):
+        raise PydanticCustomError(
+            "too_many_prompts",
+            "List should have at most {limit} prompts, not {count}",
+            {"limit": MAX_PROMPTS, "count": len(value)},
+        )
+    return value
+
+
+def _few_biases(value: Any) -> Any:
+    if isinstance(value, dict) and len(value) > MAX_KEYS:
+        if len(value) > MAX_MAP_KEYS:
+            raise PydanticCustomError(
+                "too_many_keys",
+                "Dictionary should have at most {limit} keys, not {count}",
+                {"limit": MAX_MAP_KEYS, "count": len(value)},
+            )
+        if not all(isinstance(bias, int | float) for bias in value.values()):
+            raise PydanticCustomError("float_type", "Input should be a valid number")
+    return value
+
 
 # One bad element is enough to know: a list of a million wrong ones must not become a million errors.
 IdList = Annotated[list[int], Field(fail_fast=True)]
 TextList = Annotated[list[str], Field(fail_fast=True)]
 IdLists = Annotated[list[IdList], Field(fail_fast=True)]
-PromptValue = str | IdList | TextList | IdLists
+PromptValue = Annotated[str | IdList | TextList | IdLists, BeforeValidator(_few_prompts)]
+Biases = Annotated[dict[str, float], BeforeValidator(_few_biases)]
+Document = Annotated[dict[str, str], Crowd]
 
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 Seed = Annotated[int, Field(ge=INT64_MIN, le=INT64_MAX)]
@@ -25,6 +82,11 @@ AtLeastOne = Annotated[int, Field(ge=1)]
 
 class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _few_keys(cls, value: Any) -> Any:
+        return few_keys(value)
 
 
 # --- messages -----------------------------------------------------------------------------------------
@@ -37,7 +99,7 @@ class Part(TypedDict):
     type: str
 
 
-Content = str | Annotated[list[Part], Field(fail_fast=True)]
+Content = str | Annotated[list[Annotated[Part, Crowd]], Field(fail_fast=True)]
 
 
 class Message(TypedDict):
@@ -61,7 +123,7 @@ class ToolCall(TypedDict):
 
     id: str
     type: Literal["function"]
-    function: FunctionCall
+    function: Annotated[FunctionCall, Crowd]
 
 
 class AssistantMessage(TypedDict):
@@ -72,8 +134,10 @@ class AssistantMessage(TypedDict):
     content: NotRequired[Content | None]
     name: NotRequired[str | None]
     refusal: NotRequired[str | None]
-    function_call: NotRequired[FunctionCall | None]
-    tool_calls: NotRequired[Annotated[list[ToolCall], Field(fail_fast=True)] | None]
+    function_call: NotRequired[Annotated[FunctionCall, Crowd] | None]
+    tool_calls: NotRequired[
+        Annotated[list[Annotated[ToolCall, Crowd]], Field(fail_fast=True)] | None
+    ]
 
 
 class ToolMessage(TypedDict):
@@ -116,6 +180,7 @@ AnyMessage = Annotated[
     | Annotated[ToolMessage, Tag("tool")]
     | Annotated[FunctionMessage, Tag("function")],
     Discriminator(_shape),
+    Crowd,
 ]
 MessageList = Annotated[list[AnyMessage], Field(fail_fast=True)]
 
@@ -148,7 +213,7 @@ class ResponseFormat(Body):
     type: Annotated[
         Literal["text", "json_object"],
         Rule(
-            "json_object: the answer is a JSON object or array; text: anything.",
+            "With json_object the answer is a JSON object or array, with text anything.",
             ("rf-json-object-start", "rf-json-schema", "rf-unknown"),
         ),
     ]

@@ -59,6 +59,8 @@ class Engine:
         token_budget: int,
         mixed_budget: int,
         clock: Callable[[], float],
+        max_choices: int = 128,
+        max_logprobs: int = 100,
     ) -> None:
         """`slots`: sequences that run at the same time. `clock`: seconds, monotonic."""
         budget = min(token_budget, runner.max_batch_tokens)
@@ -69,6 +71,8 @@ class Engine:
             max_model_len=min(runner.max_model_len, runner.kv_tokens),
             kv_tokens=runner.kv_tokens,
             slots=slots,
+            max_choices=max_choices,
+            max_logprobs=max_logprobs,
         )
         self.kv = SlotKv(runner, num_rows=runner.max_rows, num_tokens=runner.kv_tokens)
         self.totals = Totals()
@@ -100,6 +104,11 @@ class Engine:
         state = self._requests.get(key)
         if state is not None:
             self._close(state)
+
+    def fail_all(self, error: Exception) -> None:
+        """End every request with an error: the last resort when a step itself failed."""
+        for state in list(self._requests.values()):
+            self._fail(state, error)
 
     @property
     def has_work(self) -> bool:

@@ -25,6 +25,7 @@ MAX_CONSTRAINT_CHARACTERS = 256 * 1024
 MAX_CHOICES = 4096
 _KEPT = 128
 """Compiled constraints that are kept for the next request, least recently used first to go."""
+_ENCODED_AT_ONCE = 1000
 _LEXER_FUEL = 2_000_000
 """About 40 ms of building patterns."""
 _GRAMMAR_SYMBOLS = 200_000
@@ -138,7 +139,10 @@ class _Vocabulary:
 
     def __call__(self, text: bytes | str) -> list[int]:
         text = text if isinstance(text, str) else text.decode(errors="replace")
-        return self._codec.encode(text, add_special_tokens=False, parse_special=False)
+        # A hint about usual splits, no more; and some tokenizers recurse as deep as a run of letters is long.
+        parts = [text[i : i + _ENCODED_AT_ONCE] for i in range(0, len(text), _ENCODED_AT_ONCE)]
+        encode = self._codec.encode
+        return [t for p in parts for t in encode(p, add_special_tokens=False, parse_special=False)]
 
 
 def _check_size(constraint: Constraint, field: str) -> None:

@@ -22,8 +22,8 @@ class Limits:
     max_model_len: int
     kv_tokens: int
     slots: int
-    max_choices: int = 128
-    max_logprobs: int = 100
+    max_choices: int
+    max_logprobs: int
     max_stop_strings: int = 1024
     max_stop_characters: int = 65536
 

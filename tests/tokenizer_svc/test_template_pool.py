@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import pytest
 
@@ -30,6 +30,12 @@ async def pool() -> AsyncIterator[TemplatePool]:
     pool = TemplatePool(limits)
     yield pool
     await pool.close()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110 (the pool has no event for it)
+            await asyncio.sleep(0)
 
 
 async def refusal(pool: TemplatePool, template: str) -> InvalidArgument:
@@ -69,8 +75,7 @@ async def test_a_template_that_eats_memory_is_refused(pool: TemplatePool) -> Non
 
 async def test_the_line_has_an_end(pool: TemplatePool) -> None:
     running = [asyncio.ensure_future(pool.render(ENDLESS, {}, HI)) for _ in range(3)]
-    while pool.waiting < 2:  # one renders, two wait
-        await asyncio.sleep(0)
+    await until(lambda: pool.waiting == 2)  # one renders, two wait
     with pytest.raises(ResourceExhausted, match="2 chat templates wait") as caught:
         await pool.render("x", {}, HI)
     assert caught.value.retry_after_s == 0.5
@@ -81,8 +86,7 @@ async def test_the_line_has_an_end(pool: TemplatePool) -> None:
 async def test_a_caller_that_goes_away_leaves_the_pool_usable(pool: TemplatePool) -> None:
     assert await pool.render("{{ foo }}", {}, HI) == "bar"
     gone = asyncio.ensure_future(pool.render(ENDLESS, {}, HI))
-    while not pool.rendering:
-        await asyncio.sleep(0)
+    await until(lambda: pool.rendering == 1)
     gone.cancel()
     with pytest.raises(asyncio.CancelledError):
         await gone

@@ -284,8 +284,8 @@ class Dispatcher:
     def _apply(self, actions: Iterable[core.Action]) -> None:
         for action in actions:
             match action:
-                case core.Dispatch(record, worker):
-                    self._dispatch(record, worker)
+                case core.Dispatch(record, worker, handle):
+                    self._dispatch(record, worker, handle)
                 case core.CancelOnWorker(record, worker, handle):
                     call = record.request.payload
                     if isinstance(call, Call):
@@ -310,19 +310,20 @@ class Dispatcher:
                     link.close(why)
         self._arm()
 
-    def _dispatch(self, record: Record, worker: Worker) -> None:
+    def _dispatch(self, record: Record, worker: Worker, handle: int) -> None:
         call, link = record.request.payload, _link(worker)
         if isinstance(call, EmbedCall):
-            call.task = asyncio.create_task(self._embed_on(link, record, call))
+            call.task = asyncio.create_task(self._embed_on(link, record, handle, call))
             return
         assert isinstance(call, Call)
         if record.choices:
             translate.set_progress(call.request, record)
-        link.submit(record.handle, call.request)
+        link.submit(handle, call.request)
 
-    async def _embed_on(self, link: WorkerLink, record: Record, call: EmbedCall) -> None:
+    async def _embed_on(
+        self, link: WorkerLink, record: Record, handle: int, call: EmbedCall
+    ) -> None:
         """One attempt. Its end counts only while the record is still on this very attempt."""
-        handle = record.handle
         try:
             answer = await link.embed(call.request)
         except grpc.aio.AioRpcError as failure:

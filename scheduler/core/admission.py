@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from candor import errors
 from scheduler.core.pool import Pool, Worker
-from scheduler.core.types import Feature, Model, ModelKind, Request
+from scheduler.core.queue import RequestQueue
+from scheduler.core.types import Feature, Limits, Model, ModelKind, Request
 
 
 def check_model(pool: Pool, name: str, kind: ModelKind) -> Model:
@@ -96,3 +97,18 @@ def check_time(now: float, request: Request, eta_s: float | None) -> None:
                 field=field,
                 retry_after_s=eta_s - (at - now),
             )
+
+
+def check_bounds(
+    queue: RequestQueue, limits: Limits, request: Request, retry_after_s: float
+) -> None:
+    """There is room to wait."""
+    tokens = queue.num_tokens + request.num_prompt_tokens
+    if queue.num_requests >= limits.max_queued_requests:
+        full = f"{queue.num_requests} requests wait, the limit is {limits.max_queued_requests}"
+    # One prompt may be longer than the bound: alone in the queue it is let in.
+    elif queue.num_requests and tokens > limits.max_queued_tokens:
+        full = f"{tokens} prompt tokens would wait, the limit is {limits.max_queued_tokens}"
+    else:
+        return
+    raise errors.ResourceExhausted(f"the queue is full: {full}", retry_after_s=retry_after_s)

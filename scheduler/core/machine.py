@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import count
 
 from candor import errors
-from scheduler.core import admission
+from scheduler.core import admission, deadlines
 from scheduler.core.placement import Circumstances, Policy
 from scheduler.core.pool import Pool, Worker
 from scheduler.core.queue import RequestQueue
@@ -97,7 +97,7 @@ class Scheduler:
         left = [record for record in records if record.phase is not Phase.ENDED]
         for record in left:
             self.stats.cancelled += 1
-            actions += self._close(now, record, tell_worker=True)
+            actions += self._close(now, record)
         for model in {record.model for record in left}:
             actions += self._fill(now, model)
         return actions
@@ -106,7 +106,7 @@ class Scheduler:
         """Give up everything that is left."""
         actions: list[Action] = []
         for record in list(self._records.values()):
-            actions += self._close(now, record, tell_worker=True)
+            actions += self._close(now, record)
             error = errors.Unavailable(
                 f"the scheduler shut down after {record.num_relayed} tokens", reason="SHUTTING_DOWN"
             )
@@ -156,16 +156,7 @@ class Scheduler:
         """The worker is gone, or given up; `why` is for people. Idempotent."""
         if worker.lost_at is not None:
             return []
-        left_in_order = worker.state is WorkerState.DRAINING and not worker.assigned
-        actions: list[Action] = [DropWorker(worker, why)]
-        for record in self.pool.lose(now, worker):
-            actions += self._displace(now, record, worker, why)
-        if left_in_order:
-            self._forget(worker)
-        else:
-            self._timers.set(worker, now + self.limits.lost_memory_s)
-        self._find_stranded(now, worker.spec.model.name)
-        return actions + self._fill(now, worker.spec.model.name)
+        return self._lose(now, worker, why) + self._fill(now, worker.spec.model.name)
 
     def drain_worker(self, now: float, worker_id: str) -> tuple[int, list[Action]]:
         """Give the worker nothing more and ask it to leave; returns how many requests it still has."""
@@ -195,7 +186,8 @@ class Scheduler:
     def request_finished(self, now: float, record: Record) -> list[Action]:
         """The worker's closing words: the request's one ending."""
         self.stats.finished += 1
-        return self._end(now, record)
+        self._close(now, record, tell_worker=False)
+        return self._fill(now, record.model)
 
     def request_failed(self, now: float, record: Record, error: errors.CandorError) -> list[Action]:
         """The worker could not do it. One that lets go of it before the first token is like one that died."""
@@ -203,12 +195,14 @@ class Scheduler:
             worker = self._free_seats(now, record)
             actions = self._displace(now, record, worker, "it refused the request", error)
             return actions + self._fill(now, record.model)
-        return self._fail(now, record, error)
+        self.stats.failed += 1
+        self._close(now, record, tell_worker=False)
+        return [Fail(record, error), *self._fill(now, record.model)]
 
     def request_garbled(self, now: float, record: Record, what: str) -> list[Action]:
         """The worker broke the contract: better an error than a wrong answer."""
         error = errors.Internal(f"the worker's answer was broken: {what}", reason="BROKEN_ANSWER")
-        return self._fail(now, record, error, tell_worker=True)
+        return self._fail(now, record, error)
 
     # --- time and numbers ---
 
@@ -226,28 +220,38 @@ class Scheduler:
         return self._timers.next_at()
 
     def tick(self, now: float) -> list[Action]:
-        """Do what the time brings: deadlines, leases, news for those that wait."""
+        """Do what the time brings: deadlines, leases, news for those that wait.
+
+        Whoever is too late goes before anybody is placed, workers first: nothing is sent to one that is
+        given up in the same moment.
+        """
         actions: list[Action] = []
-        for owner in self._timers.pop_due(now):
-            if isinstance(owner, Worker):
-                actions += self._worker_due(now, owner)
-            elif owner.phase is not Phase.ENDED:
-                actions += self._record_due(now, owner)
+        due = self._timers.pop_due(now)
+        workers = [owner for owner in due if isinstance(owner, Worker)]
+        records = [owner for owner in due if isinstance(owner, Record)]
+        for worker in workers:
+            actions += self._worker_due(now, worker)
+        for record in records:
+            if record.phase is not Phase.ENDED:
+                actions += self._record_due(now, record)
+        for model in {w.spec.model.name for w in workers} | {r.model for r in records}:
+            actions += self._fill(now, model)
         return actions
 
     def _worker_due(self, now: float, worker: Worker) -> list[Action]:
         if worker.lost_at is not None:
             self._forget(worker)
         elif worker.lease_until <= now:
-            return self.worker_lost(now, worker, "it made no progress within its lease")
+            return self._lose(now, worker, "it made no progress within its lease")
         else:
             self._timers.set(worker, worker.lease_until)
         return []
 
     def _record_due(self, now: float, record: Record) -> list[Action]:
-        error = self._overdue(now, record)
+        retry_after_s = self._retry_after_s(record.model)
+        error = deadlines.overdue(now, record, self.limits, retry_after_s)
         if error is not None:
-            return self._fail(now, record, error, tell_worker=True)
+            return self._give_up(now, record, error)
         actions: list[Action] = []
         if record.phase is Phase.QUEUED and record.notify_at <= now:
             position = self.queue.position(record)
@@ -258,47 +262,8 @@ class Scheduler:
         self._arm(record)
         return actions
 
-    def _overdue(self, now: float, record: Record) -> errors.CandorError | None:
-        request = record.request
-        waited = f"{now - record.submitted_at:.1f} s after it was submitted"
-        if request.deadline_at is not None and request.deadline_at <= now:
-            return errors.DeadlineExceeded(
-                f"the request's deadline passed {waited}, with {record.num_relayed} tokens generated",
-                field="deadline_unix_ms",
-            )
-        if (
-            request.first_token_by is not None
-            and request.first_token_by <= now
-            and record.first_token_at is None
-        ):
-            return errors.DeadlineExceeded(
-                f"no token was there {waited}", reason="TTFT_BUDGET", field="ttft_budget_ms"
-            )
-        if record.phase is not Phase.QUEUED:
-            return None
-        if record.stranded_at is not None:
-            if record.stranded_at + self.limits.worker_wait_s <= now:
-                return self._lost_error(
-                    record, f"no other took over in {now - record.stranded_at:.1f} s"
-                )
-        elif record.queued_at + self.limits.max_wait_s <= now:
-            return errors.ResourceExhausted(
-                f"the request waited {now - record.queued_at:.0f} s for a worker",
-                reason="QUEUE_TTL",
-                retry_after_s=self._retry_after_s(record.model),
-            )
-        return None
-
     def _arm(self, record: Record) -> None:
-        request = record.request
-        instants = [request.deadline_at]
-        if record.first_token_at is None:
-            instants.append(request.first_token_by)
-        if record.phase is Phase.QUEUED:
-            instants += [record.notify_at, record.queued_at + self.limits.max_wait_s]
-            if record.stranded_at is not None:
-                instants.append(record.stranded_at + self.limits.worker_wait_s)
-        at = min((at for at in instants if at is not None), default=None)
+        at = deadlines.next_look_at(record, self.limits)
         if at is None:
             self._timers.clear(record)
         else:
@@ -321,7 +286,9 @@ class Scheduler:
         eta = self._eta_s(model.name, position) if must_wait else 0.0
         admission.check_time(now, request, eta)
         if must_wait:
-            self._check_bounds(model.name, request)
+            admission.check_bounds(
+                self.queue, self.limits, request, self._retry_after_s(model.name)
+            )
         return Record(
             request=request,
             model=model.name,
@@ -336,20 +303,6 @@ class Scheduler:
             submitted_at=now,
             queued_at=now,
             notify_at=now + self.limits.notify_after_s,
-        )
-
-    def _check_bounds(self, model: str, request: Request) -> None:
-        queue, limits = self.queue, self.limits
-        tokens = queue.num_tokens + request.num_prompt_tokens
-        if queue.num_requests >= limits.max_queued_requests:
-            full = f"{queue.num_requests} requests wait, the limit is {limits.max_queued_requests}"
-        # One prompt may be longer than the bound: alone in the queue it is let in.
-        elif queue.num_requests and tokens > limits.max_queued_tokens:
-            full = f"{tokens} prompt tokens would wait, the limit is {limits.max_queued_tokens}"
-        else:
-            return
-        raise errors.ResourceExhausted(
-            f"the queue is full: {full}", retry_after_s=self._retry_after_s(model)
         )
 
     def _retry_after_s(self, model: str) -> float:
@@ -387,7 +340,7 @@ class Scheduler:
             record.stranded_at = None
             self.pool.assign(now, worker, record)
             self._arm(record)
-            actions.append(Dispatch(record, worker))
+            actions.append(Dispatch(record, worker, record.handle))
 
     def _choose(self, record: Record, able: list[Worker]) -> Worker:
         session = record.request.session_id
@@ -406,17 +359,15 @@ class Scheduler:
 
     # --- endings and detours ---
 
-    def _fail(
-        self, now: float, record: Record, error: errors.CandorError, *, tell_worker: bool = False
-    ) -> list[Action]:
+    def _fail(self, now: float, record: Record, error: errors.CandorError) -> list[Action]:
+        return [*self._give_up(now, record, error), *self._fill(now, record.model)]
+
+    def _give_up(self, now: float, record: Record, error: errors.CandorError) -> list[Action]:
         self.stats.failed += 1
-        return [Fail(record, error), *self._end(now, record, tell_worker=tell_worker)]
+        return [Fail(record, error), *self._close(now, record)]
 
-    def _end(self, now: float, record: Record, *, tell_worker: bool = False) -> list[Action]:
-        """Take it out of every book, and give its seats to the next."""
-        return [*self._close(now, record, tell_worker), *self._fill(now, record.model)]
-
-    def _close(self, now: float, record: Record, tell_worker: bool = False) -> list[Action]:
+    def _close(self, now: float, record: Record, *, tell_worker: bool = True) -> list[Action]:
+        """Take it out of every book. Its seats are free; nobody has them yet."""
         actions: list[Action] = []
         if record.phase is Phase.QUEUED:
             self.queue.remove(record)
@@ -433,6 +384,19 @@ class Scheduler:
         seat_s = record.seats * (now - record.dispatched_at)
         self._rate(record.model).left(seat_s, record.request.num_prompt_tokens)
         return self.pool.release(record)
+
+    def _lose(self, now: float, worker: Worker, why: str) -> list[Action]:
+        """Take the worker out and put what it held back in the line, or end it; nobody is placed yet."""
+        left_in_order = worker.state is WorkerState.DRAINING and not worker.assigned
+        actions: list[Action] = [DropWorker(worker, why)]
+        for record in self.pool.lose(now, worker):
+            actions += self._displace(now, record, worker, why)
+        if left_in_order:
+            self._forget(worker)
+        else:
+            self._timers.set(worker, now + self.limits.lost_memory_s)
+        self._find_stranded(now, worker.spec.model.name)
+        return actions
 
     def _displace(
         self,
@@ -464,7 +428,9 @@ class Scheduler:
             needs |= {Feature.RESUME}
             # The dead worker itself counts: whoever keeps it running brings it back.
             if not any(w.can(needs) for w in [worker, *self.pool.serving(record.model).workers]):
-                return self._give_up(now, record, self._lost_error(record, "it cannot be resumed"))
+                return self._give_up(
+                    now, record, deadlines.lost_error(record, "it cannot be resumed")
+                )
         if record.was_started:
             record.moved_from = worker.worker_id
         record.needs = needs
@@ -475,21 +441,6 @@ class Scheduler:
         self.queue.push(record)
         self._arm(record)
         return []
-
-    def _give_up(self, now: float, record: Record, error: errors.CandorError) -> list[Action]:
-        self.stats.failed += 1
-        self._close(now, record)
-        return [Fail(record, error)]
-
-    def _lost_error(self, record: Record, because: str) -> errors.CandorError:
-        if not record.lost_with:
-            return errors.Unavailable(
-                f"every worker of `{record.model}` went away; {because}", reason="NO_CAPACITY"
-            )
-        return errors.Unavailable(
-            f"{record.lost_with} after {record.num_relayed} tokens; {because}",
-            reason="WORKER_LOST",
-        )
 
     def _find_stranded(self, now: float, model: str) -> None:
         """Those that wait for a worker which does not exist wait only so long."""

@@ -143,10 +143,11 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Dispatch:
-    """Send the request to the worker under `record.handle`, with the tokens relayed so far."""
+    """Send the request to the worker under this handle, with the tokens relayed so far."""
 
     record: Record
     worker: Worker
+    handle: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,6 +65,7 @@ class FakeWorker(engine_pb2_grpc.EngineServiceServicer):
         self.cancelled: list[int] = []
         self.embedded: list[inference_pb2.EmbedRequest] = []
         self.responses: list[engine_pb2.AttachResponse] = []
+        self._is_accepted = asyncio.Event()
         self.attach_error: grpc.aio.AioRpcError | None = None
         self.step_seq = 0
         self._num_tokens = num_tokens
@@ -141,6 +142,8 @@ class FakeWorker(engine_pb2_grpc.EngineServiceServicer):
     async def _attach(self) -> None:
         async def said() -> AsyncIterator[engine_pb2.AttachRequest]:
             yield engine_pb2.AttachRequest(register=self.info)
+            # Writing to a call that is being refused would hide the refusal behind the failed write.
+            await self._is_accepted.wait()
             while (report := await self._reports.get()) is not None:
                 yield report
 
@@ -148,6 +151,7 @@ class FakeWorker(engine_pb2_grpc.EngineServiceServicer):
         try:
             async for response in stub.Attach(said()):
                 self.responses.append(response)
+                self._is_accepted.set()
         except grpc.aio.AioRpcError as error:
             self.attach_error = error
 

@@ -313,6 +313,27 @@ def test_nobody_waits_forever() -> None:
     assert isinstance(error, errors.ResourceExhausted) and error.reason == "QUEUE_TTL"
 
 
+def test_a_tick_always_leaves_the_next_one_in_the_future() -> None:
+    core = machine(max_wait_s=5.0, worker_wait_s=10.0)
+    worker = attach(core)
+    submit(core, "a")
+    core.worker_lost(0.0, worker, "x")
+    core.worker_registered(4.0, WorkerSpec("w1", "again", MODEL, 1))
+    core.worker_lost(4.5, core.pool.workers["w1"], "x")
+    assert set(failures(core.tick(5.0))) == {"a"}  # its wait is over, though not that for a worker
+    soonest = core.next_at()
+    assert soonest is not None and soonest > 5.0
+
+
+def test_nothing_is_sent_to_a_worker_that_is_given_up_in_the_same_moment() -> None:
+    core = machine(lease_s=10.0)
+    attach(core, "w1")
+    attach(core, "w2")
+    submit(core, "a", "b")
+    assert not placed(core.tick(10.0))
+    assert [r.phase for r in (record(core, "a"), record(core, "b"))] == ["queued", "queued"]
+
+
 # --- workers ---
 
 

@@ -64,7 +64,8 @@ class Traffic(RuleBasedStateMachine):
     def carry_out(self, actions: list[Action]) -> None:
         for action in actions:
             match action:
-                case Dispatch(record, worker):
+                case Dispatch(record, worker, handle):
+                    assert record.handle == handle
                     assert worker.state is WorkerState.READY
                     assert record.needs <= worker.spec.features
                     assert record.handle not in self.live_handles
@@ -297,6 +298,8 @@ class Traffic(RuleBasedStateMachine):
         while (at := self.core.next_at()) is not None:
             self.now = max(self.now, at)
             self.carry_out(self.core.tick(self.now))
+            soonest = self.core.next_at()
+            assert soonest is None or soonest > self.now
         assert self.core.num_in_flight == 0 and not self.core.pool.workers
         assert all(self.endings[i] == 1 for i in self.admitted)
 

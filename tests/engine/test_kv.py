@@ -207,4 +207,4 @@ class AnyUse(RuleBasedStateMachine):
 
 
 TestAnyUse = AnyUse.TestCase
-TestAnyUse.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestAnyUse.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

@@ -100,7 +100,7 @@ class SlotKv:
         """Another running row with the same tokens; None when there is none to have."""
         target = self._free_row(None)
         if target is not None:
-            self._ends[target] = next(n for n in self._ends[row].path() if n.parent is None)
+            self._ends[target] = _root_of(self._ends[row])
             self._copy(row, target, self._ends[row].depth)
             self._run(target)
         return target
@@ -139,7 +139,7 @@ class SlotKv:
         recent = sorted(self._used_at, key=self._used_at.__getitem__, reverse=True)
         for row in [*sorted(self._running), *recent]:
             path = [*self._ends[row].path()]
-            if path[-1] is not self._roots.get(""):
+            if path[-1] is not self._roots.get(""):  # a salted one
                 continue
             token_ids = [t for node in reversed(path) for t in node.token_ids]
             for digest in block_digests(token_ids):
@@ -153,7 +153,8 @@ class SlotKv:
     def _root(self, salt: str) -> Node:
         if salt not in self._roots:
             # Salts are the clients' to choose, so roots without rows must not pile up.
-            self._roots = {s: root for s, root in self._roots.items() if root.children}
+            live = {id(_root_of(end)) for end in self._ends.values()}
+            self._roots = {s: root for s, root in self._roots.items() if id(root) in live}
             self._roots[salt] = Node(None, [], 0)
         return self._roots[salt]
 
@@ -245,6 +246,8 @@ class SlotKv:
         """Compare every book with every other. For tests and for an idle engine."""
         rows: dict[int, int] = {}
         nodes: dict[int, Node] = {}
+        roots = {id(root) for root in self._roots.values()}
+        assert all(id(_root_of(end)) in roots for end in self._ends.values()), "a lost root"
         for end in self._ends.values():
             for node in end.path():
                 if node.parent is not None:
@@ -264,6 +267,11 @@ class SlotKv:
         assert self.num_free >= 0, self.num_free
         assert set(self._ends) == self._running | set(self._used_at)
         assert not set(self._empty) & set(self._ends)
+
+
+def _root_of(node: Node) -> Node:
+    *_, root = node.path()
+    return root
 
 
 def block_digests(token_ids: Sequence[int]) -> list[int]:

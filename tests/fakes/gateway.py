@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import re
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +27,7 @@ from gateway.config import Config
 BOS, EOS, MARKER = 256, 257, 258
 FINGERPRINT = "bytes-1"
 SPECIAL = {BOS: "<s>", EOS: "</s>", MARKER: "<|marker|>"}
+_MARKERS = {shown: token_id for token_id, shown in SPECIAL.items()}
 NUM_BASE_TOKENS = 258
 
 Step = Sequence[pb.GenerateEvent] | asyncio.Event
@@ -39,15 +41,8 @@ Script = Callable[[pb.GenerateRequest], Iterable[Step]]
 def encode(text: str, *, bos: bool = True) -> list[int]:
     """One token per byte; the markers are tokens of their own."""
     ids = [BOS] if bos else []
-    while text:
-        for marker, shown in SPECIAL.items():
-            if text.startswith(shown):
-                ids.append(marker)
-                text = text[len(shown) :]
-                break
-        else:
-            ids += text[0].encode()
-            text = text[1:]
+    for part in re.split("(" + "|".join(map(re.escape, SPECIAL.values())) + ")", text):
+        ids += [_MARKERS[part]] if part in _MARKERS else part.encode()
     return ids
 
 

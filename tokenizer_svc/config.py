@@ -29,11 +29,13 @@ class Config:
     max_encode_batch: int = setting(
         1024, "most texts, conversations or id lists in one call", unit="items", minimum=1
     )
+    # Larger ones would also be too deep for the main thread's stack, see `gguf_codec`.
     encode_inline_bytes: int = setting(
         4096,
-        "a call with less text than this is worked on the spot, others in a thread",
+        "a call with at most this much text is worked on the spot, others in a thread",
         unit="bytes",
         minimum=0,
+        maximum=8192,
     )
     tokenizer_threads: int = setting(2, "threads for large texts", unit="threads", minimum=1)
     max_waiting_texts: int = setting(
@@ -49,7 +51,7 @@ class Config:
         2.0, "longest time a template of a request may take", unit="s", minimum=0.001
     )
     template_memory_mib: int = setting(
-        512, "memory of a process that renders templates of requests", unit="MiB", minimum=64
+        512, "memory of a process that renders templates of requests", unit="MiB", minimum=128
     )
     template_max_waiting: int = setting(
         64, "templates of requests that may wait; more are refused", unit="calls", minimum=1

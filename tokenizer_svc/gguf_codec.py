@@ -35,39 +35,13 @@ _SHORT_BYTES = 64
 each trip into the library costs 30 µs before it looks at the text. Longer ones are private and rarely
 repeat."""
 
-_LINEAR_SPLITTERS = frozenset(
-    (
-        "gpt-2",
-        "smollm",
-        "llama3",
-        "llama-bpe",
-        "qwen2",
-        "qwen35",
-        "starcoder",
-        "refact",
-        "command-r",
-        "olmo",
-        "dbrx",
-        "chatglm-bpe",
-        "stablelm2",
-        "jais",
-        "codeshell",
-        "exaone",
-        "minerva-7b",
-        "mpt",
-        "phi-2",
-        "kimi-k2",
-        "hunyuan",
-        "chameleon",
-        "trillion",
-        "pixtral",
-        "falcon3",
-        "gemma4",
-        "glm4",
-        "solar-open",
-    )
-)
-"""Vocabularies (`tokenizer.ggml.pre`) whose splitting rule is hand-written in this build: any text will do.
+LINEAR_SPLITTERS = frozenset({
+    "gpt-2", "smollm", "llama3", "llama-bpe", "qwen2", "qwen35", "starcoder", "refact", "command-r",
+    "olmo", "dbrx", "chatglm-bpe", "stablelm2", "jais", "codeshell", "exaone", "minerva-7b", "mpt",
+    "phi-2", "kimi-k2", "hunyuan", "chameleon", "trillion", "pixtral", "falcon3", "glm4",
+    "solar-open",
+})  # fmt: skip
+"""Vocabularies (`tokenizer.ggml.pre`) whose splitting rule does not recurse in this build: any text will do.
 For the others a regular expression recurses once per character of a stretch, and running out of stack ends
 the process: 24,000 spaces do that with eight megabytes."""
 _STACK_BYTES_PER_CHARACTER = 1000
@@ -95,7 +69,7 @@ class GgufCodec(Vocabulary):
         attributes = [int(self._lib.llama_vocab_get_attr(self._vocab, i)) for i in range(size)]
         pieces = self._read_pieces(size)
         rule = llama_abi.meta(model, "tokenizer.ggml.pre")
-        self._is_recursive = self._kind == _BPE and rule not in _LINEAR_SPLITTERS
+        self._is_recursive = self._kind == _BPE and rule not in LINEAR_SPLITTERS
         self._tokenize_short = functools.lru_cache(maxsize=4096)(self._tokenize)
         self._splitters = self._make_splitters(pieces, attributes)
         texts = [piece.decode("utf-8", "replace") for piece in pieces]

@@ -109,18 +109,21 @@ def test_a_template_that_objects_is_quoted() -> None:
     assert (error.message, error.field) == ("boom", "messages")
 
 
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{% if messages[0].role != 'system' %}{{ raise_exception('Only system, not ' ~ messages[0].role) }}"
-        "{% endif %}",
-    ],
-)
-def test_the_message_names_the_role_the_template_dislikes(template: str) -> None:
+def test_the_message_names_the_role_the_template_dislikes() -> None:
+    template = "{{ raise_exception('Unknown role ' ~ messages[0].role) }}"
     assert (
-        refusal(template, [{"role": "tool_use", "content": "x"}]).message
-        == "Only system, not tool_use"
+        refusal(template, [{"role": "tool_use", "content": "x"}]).message == "Unknown role tool_use"
     )
+
+
+def test_roles_that_do_not_alternate_are_refused_in_the_template_s_words() -> None:
+    template = (
+        "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+        "{{ raise_exception('Conversation roles must alternate') }}{% endif %}{{ m.content }}{% endfor %}"
+    )
+    twice = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
+    assert refusal(template, twice).message == "Conversation roles must alternate"
+    assert render(template) == "hi"
 
 
 def test_a_syntax_error_is_the_fault_of_the_template_and_shows_no_source() -> None:

@@ -15,7 +15,9 @@ import pytest
 from candor.errors import InvalidArgument
 from tests.fakes import tokenizer_svc as fakes
 from tokenizer_svc.codec import Codec, open_codec
+from tokenizer_svc.gguf_codec import LINEAR_SPLITTERS
 from tokenizer_svc.text_stream import TextStream
+from tokenizer_svc.vocabulary import Vocabulary, special_tokens_around
 
 Make = Callable[[Path], Path]
 
@@ -206,10 +208,18 @@ def test_a_model_without_a_template_says_so(tmp_path: Path) -> None:
 def test_sentencepiece_strips_the_space_it_put_in_front(tmp_path: Path) -> None:
     codec = open_codec(fakes.spm_gguf(tmp_path / "spm.gguf"))
     ids = codec.encode("hello hello")
-    assert codec.prefix_ids == (codec.bos_id,)  # type: ignore[attr-defined]
+    assert isinstance(codec, Vocabulary)
+    assert codec.prefix_ids == (codec.bos_id,)
     assert [codec.piece(i) for i in ids][:2] == [b"<s>", b" h"]
     assert codec.decode(ids) == "<s> hello hello"
     assert codec.decode(ids, skip_special_tokens=True) == "hello hello"
+
+
+def test_special_tokens_have_to_be_around_a_text() -> None:
+    assert special_tokens_around([5, 6], [1, 5, 6, 2, 3]) == ((1,), (2, 3))
+    assert special_tokens_around([5], [5]) == ((), ())
+    with pytest.raises(ValueError, match="not put around the text"):
+        special_tokens_around([5, 6], [5, 1, 6])
 
 
 def test_what_is_no_tokenizer_is_refused_with_its_reason(tmp_path: Path) -> None:
@@ -246,6 +256,32 @@ def test_a_stretch_that_would_overrun_the_stack_is_refused(tmp_path: Path) -> No
     long_but_broken = "hello " * 20_000
     assert codec.decode(codec.encode(long_but_broken)) == long_but_broken
     assert len(codec.encode(" " * 8000)) == 8000
+
+
+def test_the_splitting_rules_that_take_any_text_really_do(tmp_path: Path) -> None:
+    # In a process of its own, since the proof of the contrary is a crash; with a small stack.
+    code = """
+import pathlib, sys, threading
+from tests.fakes import tokenizer_svc as fakes
+from tokenizer_svc.gguf_codec import LINEAR_SPLITTERS, GgufCodec
+
+def work():
+    for rule in sorted(LINEAR_SPLITTERS):
+        codec = GgufCodec(fakes.bpe_gguf(pathlib.Path(sys.argv[1]), pre=rule))
+        for stretch in ("a", "A", " ", "\\n", "!", "1", "漢", "\u0301", "!\\n"):
+            assert codec.decode(codec.encode(stretch * 10_000)) == stretch * 10_000
+        print(rule, flush=True)
+
+threading.stack_size(1024 * 1024)
+thread = threading.Thread(target=work)
+thread.start()
+thread.join()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "any.gguf")], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.split() == sorted(LINEAR_SPLITTERS)
 
 
 def test_a_text_that_would_take_the_library_minutes_is_refused(tmp_path: Path) -> None:

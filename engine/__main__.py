@@ -71,6 +71,7 @@ class Process:
             ),
             max_requests=config.max_requests,
             on_death=self._die,
+            on_quiet_change=lambda: self.membership.tell(),
         )
         self.died = asyncio.Event()
         self._instance_id = uuid.uuid4().hex
@@ -182,6 +183,7 @@ def main() -> None:
             max_batch_tokens=config.token_budget,
             max_model_len=config.max_model_len,
             threads=config.num_threads,
+            slots=config.slots,
         )
     except ValueError as error:
         sys.stderr.write(f"{PROG}: {error}\n")

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterable, Callable
 
 import grpc
 
@@ -53,6 +53,10 @@ class Membership:
         self.state = engine_pb2.WORKER_STATE_DRAINING
         self._changed.set()
         self.wants_to_leave.set()
+
+    def tell(self) -> None:
+        """Report at once, not when it is due."""
+        self._changed.set()
 
     async def keep(self) -> None:
         """Stay attached for ever, whatever the scheduler does."""
@@ -99,7 +103,7 @@ class Membership:
             finally:
                 call.cancel()
 
-    async def _accepted(self, call: AsyncIterator[engine_pb2.AttachResponse]) -> float:
+    async def _accepted(self, call: AsyncIterable[engine_pb2.AttachResponse]) -> float:
         async for response in call:
             kind = response.WhichOneof("kind")
             if kind == "accepted":
@@ -108,7 +112,7 @@ class Membership:
                 self.drain()
         raise TimeoutError
 
-    async def _listen(self, call: AsyncIterator[engine_pb2.AttachResponse]) -> None:
+    async def _listen(self, call: AsyncIterable[engine_pb2.AttachResponse]) -> None:
         async for response in call:
             if response.WhichOneof("kind") == "drain":
                 log.info("the scheduler asks to leave")

@@ -88,7 +88,7 @@ def serve(
     ] = 0,
     runner: Annotated[
         str, typer.Option(envvar="CANDOR_RUNNER", help="How workers compute (see candor engine).")
-    ] = "llamacpp",
+    ] = "auto",
     max_model_len: Annotated[
         int,
         typer.Option(

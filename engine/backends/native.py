@@ -58,13 +58,18 @@ class NativeBackend:
         *,
         max_requests: int,
         on_death: Callable[[], None],
+        on_quiet_change: Callable[[], None] = lambda: None,
     ) -> None:
-        """`max_requests`: open at a time; more are refused. `on_death`: the loop cannot go on."""
+        """`max_requests`: open at a time; more are refused. `on_death`: the loop cannot go on.
+
+        `on_quiet_change`: the load changed in a step that no sink hears of, such as one after an abort.
+        """
         self.description = description
         self._engine = engine
         self._grammars = grammars
         self._max_requests = max_requests
         self._on_death = on_death
+        self._on_quiet_change = on_quiet_change
         self._loop = asyncio.get_running_loop()
         self._keys = itertools.count(1)
         # On the event loop: who is waiting for what.
@@ -165,7 +170,7 @@ class NativeBackend:
         self._unread.release()
         if frame.stats.step_seq != self._last.stats.step_seq:
             self._last_unix_ms = round(time.time() * 1000)
-        self._last = frame
+        before, self._last = self._last.load.engine, frame
         if digests is not None:
             self._digests = digests
         shares: dict[int, tuple[Sink, list[Event]]] = {}
@@ -178,6 +183,12 @@ class NativeBackend:
                     del self._sinks[event.key]
         for sink, events in shares.values():
             sink.deliver(Frame(frame.stats, frame.load, events))
+        now = frame.load.engine
+        if not shares and (now.num_running, now.num_waiting) != (
+            before.num_running,
+            before.num_waiting,
+        ):
+            self._on_quiet_change()
         self._note_idle()
 
     def _dead(self) -> None:

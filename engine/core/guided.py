@@ -83,11 +83,12 @@ class Grammars:
     def __init__(self, codec: Codec, vocab_size: int) -> None:
         """`vocab_size`: length of a row of logits, which can exceed the tokenizer's own."""
         self._vocab_size = vocab_size
-        self._eos_ids = frozenset(codec.eos_ids)
+        # The tokenizer's own alone: the others stop a text too, but are reported as stop tokens.
+        self._eos_ids = frozenset(codec.eos_ids[:1])
         self._tokenizer = LLTokenizer(
             TokenizerWrapper(_Vocabulary(codec)),
             n_vocab=codec.vocab_size,
-            eos_token=list(codec.eos_ids),
+            eos_token=codec.eos_ids[0],
         )
         self._lock = threading.Lock()
         self._compiled: OrderedDict[Constraint, LLMatcher] = OrderedDict()

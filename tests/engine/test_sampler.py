@@ -58,7 +58,7 @@ def oracle(
     probabilities = weights / weights.sum()
     before = 0.0
     for rank, token in enumerate(order):
-        if rank and before >= p.top_p:
+        if rank and p.top_p < 1 and before >= p.top_p:  # at 1 it is off, whatever the sum rounds to
             z[token] = -np.inf
         before += probabilities[token]
     z[np.exp(z - z.max()) < p.min_p] = -np.inf

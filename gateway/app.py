@@ -24,9 +24,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from candor import __version__, errors, telemetry
 from candor.settings import host_port
-from gateway.clients import Catalogue, SchedulerClient, TokenizerClient
+from gateway.clients import SchedulerClient, TokenizerClient
 from gateway.config import Config, template_text
 from gateway.dialects import PREFIX, Dialect, Options, open_dialect
+from gateway.directory import Directory
 from gateway.flow import Flow
 from gateway.limits import ApiKeys, bounded_protocol
 from gateway.metrics import Metrics
@@ -53,7 +54,7 @@ class Application:
             stream_buffer=config.stream_buffer,
             submit_buffer=config.submit_buffer,
         )
-        self.catalogue = Catalogue(self.scheduler, self.tokenizer, ttl_s=config.models_ttl_s)
+        self.directory = Directory(self.scheduler, self.tokenizer, ttl_s=config.models_ttl_s)
         self.dialect = open_dialect(
             config.dialect,
             Options(
@@ -64,7 +65,7 @@ class Application:
             ),
         )
         self.operations = Operations(
-            config, self.tokenizer, self.scheduler, self.catalogue, self.metrics
+            config, self.tokenizer, self.scheduler, self.directory, self.metrics
         )
         self.asgi = Door(self._build(), self)
 
@@ -72,7 +73,7 @@ class Application:
         config = self.config
         app = FastAPI(title="Candor", version=__version__, lifespan=self._life)
         flow = Flow(
-            config, self.dialect, self.tokenizer, self.scheduler, self.catalogue, self.metrics
+            config, self.dialect, self.tokenizer, self.scheduler, self.directory, self.metrics
         )
         api = Api(config, flow)
         app.include_router(api.router(outside_v1=True))
@@ -98,7 +99,7 @@ class Application:
         try:
             yield
         finally:
-            await self.catalogue.close()
+            await self.directory.close()
             await self.scheduler.close()
             await self.tokenizer.close()
 
@@ -249,7 +250,7 @@ def make_server(config: Config) -> Server:
         host=host,
         port=port,
         loop="uvloop",
-        http=bounded_protocol(config.max_header_bytes, body),
+        http=bounded_protocol(config.max_header_bytes, config.head_timeout_s, body),
         ws="none",
         lifespan="on",
         log_config=None,

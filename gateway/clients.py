@@ -12,7 +12,6 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -23,15 +22,13 @@ from candor.v1 import inference_pb2, scheduler_pb2, tokenizer_pb2
 from candor.v1.scheduler_pb2_grpc import SchedulerServiceStub
 from candor.v1.tokenizer_pb2_grpc import TokenizerServiceStub
 from gateway import translate
-from gateway.catalog import Catalog, ModelCard, Stats, TokenizerCard
+from gateway.catalog import ModelCard, Stats, TokenizerCard
 from gateway.events import Tagged
 
 log = logging.getLogger("gateway.clients")
 
 FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.05, 2.0
 COMMANDS_PER_MESSAGE = 256
-LONGEST_STALE_S = 30.0
-"""How old a list of models may be used while a newer one cannot be had."""
 
 
 # --- tokenizer ---------------------------------------------------------------------------------------
@@ -403,69 +400,3 @@ class SchedulerClient:
         for generation in generations.values():
             generation.handles.clear()
             generation.fail(error)
-
-
-# --- what is served ----------------------------------------------------------------------------------
-
-
-class Catalogue:
-    """The catalog, asked for again when it is older than its time to live.
-
-    Callers are not made to wait for a refresh while the list they have is at most `LONGEST_STALE_S` old,
-    except when they look for a name that is not in it.
-    """
-
-    def __init__(
-        self, scheduler: SchedulerClient, tokenizer: TokenizerClient, *, ttl_s: float
-    ) -> None:
-        self._scheduler, self._tokenizer, self._ttl_s = scheduler, tokenizer, ttl_s
-        self._catalog = Catalog(())
-        self._tokenizers: dict[str, TokenizerCard] = {}
-        self._asked_at = -float("inf")
-        self._refreshing: asyncio.Task[Catalog] | None = None
-
-    async def close(self) -> None:
-        """Stop a refresh that is under way."""
-        if self._refreshing is not None:
-            self._refreshing.cancel()
-            await asyncio.gather(self._refreshing, return_exceptions=True)
-
-    async def find(self, name: str) -> ModelCard | None:
-        """The model of this name. Raises Unavailable when nobody can say."""
-        model = (await self.get()).find(name)
-        if model is None and time.monotonic() - self._asked_at > self._ttl_s:
-            model = (await self._refresh()).find(name)
-        return model
-
-    async def get(self) -> Catalog:
-        """Everything served. Raises Unavailable when the scheduler or the tokenizer is out of reach."""
-        age_s = time.monotonic() - self._asked_at
-        if age_s <= self._ttl_s:
-            return self._catalog
-        if age_s > LONGEST_STALE_S or not self._catalog.models:
-            return await self._refresh()
-        self._start_refresh()
-        return self._catalog
-
-    async def _refresh(self) -> Catalog:
-        return await asyncio.shield(self._start_refresh())
-
-    def _start_refresh(self) -> asyncio.Task[Catalog]:
-        if self._refreshing is None or self._refreshing.done():
-            self._refreshing = asyncio.create_task(self._ask(), name="list of models")
-            self._refreshing.add_done_callback(_note_failure)
-        return self._refreshing
-
-    async def _ask(self) -> Catalog:
-        models = await self._scheduler.list_models()
-        wanted = {m.fingerprint for m in models}
-        if not wanted <= self._tokenizers.keys():
-            self._tokenizers = {t.fingerprint: t for t in await self._tokenizer.describe()}
-        cards = (replace(m, tokenizer=self._tokenizers.get(m.fingerprint)) for m in models)
-        self._catalog, self._asked_at = Catalog(tuple(cards)), time.monotonic()
-        return self._catalog
-
-
-def _note_failure(task: asyncio.Task[Catalog]) -> None:
-    if not task.cancelled() and (error := task.exception()) is not None:
-        log.debug("the list of models could not be refreshed: %s", error)

@@ -56,6 +56,9 @@ class Config:
     max_connections: int = setting(
         4096, "open connections; above: 503 at once", unit="connections", minimum=1
     )
+    head_timeout_s: float = setting(
+        30.0, "longest time a request line and headers may take", unit="seconds", minimum=0.01
+    )
     body_timeout_s: float = setting(
         60.0, "longest wait for the next part of a request body", unit="seconds", minimum=0.01
     )

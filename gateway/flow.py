@@ -16,7 +16,7 @@ from dataclasses import replace
 from candor import errors, telemetry
 from gateway import sse, translate
 from gateway.catalog import Catalog, ModelCard
-from gateway.clients import Catalogue, SchedulerClient, TokenizerClient
+from gateway.clients import SchedulerClient, TokenizerClient
 from gateway.config import Config
 from gateway.dialects import (
     Chat,
@@ -30,6 +30,7 @@ from gateway.dialects import (
     Text,
     TokenizeCall,
 )
+from gateway.directory import Directory
 from gateway.events import Delta, Started, Tagged
 from gateway.metrics import Metrics, ModelMetrics
 from gateway.replies import Outlet
@@ -50,11 +51,11 @@ class Flow:
         dialect: Dialect,
         tokenizer: TokenizerClient,
         scheduler: SchedulerClient,
-        catalogue: Catalogue,
+        directory: Directory,
         metrics: Metrics,
     ) -> None:
         self._config, self.dialect, self._metrics = config, dialect, metrics
-        self._tokenizer, self._scheduler, self._catalogue = tokenizer, scheduler, catalogue
+        self._tokenizer, self._scheduler, self._directory = tokenizer, scheduler, directory
 
     async def generate(self, call: GenerationCall, outlet: Outlet) -> None:
         """Answer a chat or completion request. Raises while nothing has been sent."""
@@ -151,13 +152,13 @@ class Flow:
 
     async def models(self) -> bytes:
         """The list of models."""
-        return self.dialect.models(await self._catalogue.get(), int(time.time()))
+        return self.dialect.models(await self._directory.get(), int(time.time()))
 
     # --- steps ---------------------------------------------------------------------------------------
 
     async def _find(self, name: str, *, embedding: bool = False) -> ModelCard:
-        known = await self._catalogue.find(name)
-        catalog: Catalog = await self._catalogue.get()
+        known = await self._directory.find(name)
+        catalog: Catalog = await self._directory.get()
         if known is None and not catalog.models:
             raise errors.Unavailable("no model is served yet", reason="NO_MODEL", retry_after_s=1.0)
         return self.dialect.find(name, catalog, embedding=embedding)

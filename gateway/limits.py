@@ -75,27 +75,41 @@ def _too_large(limit: int) -> BodyTooLarge:
     return BodyTooLarge(f"the request body is larger than the limit of {limit} bytes")
 
 
-def bounded_protocol(max_header_bytes: int, refusal: bytes) -> type[HttpToolsProtocol]:
-    """uvicorn's HTTP protocol with a bound on what comes before the body.
+def bounded_protocol(
+    max_header_bytes: int, head_timeout_s: float, refusal: bytes
+) -> type[HttpToolsProtocol]:
+    """uvicorn's HTTP protocol with bounds on what comes before the body, in bytes and in time.
 
-    The parser itself would collect an endless header line. `refusal` is the JSON body of the 431. The
-    application also gets `scope["candor.abort"]`, which drops the connection of a client that does not read.
+    The parser itself would collect an endless header line, for ever. `refusal` is the JSON body of the 431.
+    The application also gets `scope["candor.abort"]`, which drops the connection of a client that does not
+    read.
     """
 
     class Bounded(HttpToolsProtocol):
         _head_bytes = 0
         _num_begun = 0
         _part = "idle"  # what the next byte belongs to: idle, head, body
+        _head_timer: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            self._expect_head()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._head_has_come()
+            super().connection_lost(exc)
 
         def on_message_begin(self) -> None:
             super().on_message_begin()
             self._part, self._head_bytes = "head", 0
+            self._expect_head()
             self._num_begun += 1
             abort: Callable[[], Any] = self.transport.abort
             self.scope["candor.abort"] = abort  # type: ignore[typeddict-unknown-key]
 
         def on_headers_complete(self) -> None:
             self._part = "body"
+            self._head_has_come()
             size = len(self.url) + sum(len(n) + len(v) for n, v in self.headers)
             if size > max_header_bytes:
                 self._refuse()
@@ -123,6 +137,15 @@ def bounded_protocol(max_header_bytes: int, refusal: bytes) -> type[HttpToolsPro
                 self._head_bytes += len(data)
             if self._head_bytes > max_header_bytes:
                 self._refuse()
+
+        def _expect_head(self) -> None:
+            self._head_has_come()
+            self._head_timer = self.loop.call_later(head_timeout_s, self.transport.abort)
+
+        def _head_has_come(self) -> None:
+            if self._head_timer is not None:
+                self._head_timer.cancel()
+                self._head_timer = None
 
         def _refuse(self) -> None:
             self.transport.write(_HEADERS_TOO_LARGE % (len(refusal), refusal))

@@ -27,6 +27,18 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10)
 PER_TOKEN_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
 LATENCY_S = (1, 2.5, 5, 10, 15, 20, 30, 40, 50, 60)
+_CACHE_LABELS = (
+    "block_size",
+    "cache_dtype",
+    "cpu_offload_gb",
+    "enable_prefix_caching",
+    "gpu_memory_utilization",
+    "num_cpu_blocks",
+    "num_gpu_blocks",
+    "num_gpu_blocks_override",
+    "sliding_window",
+    "swap_space_bytes",
+)
 PARAMETERS = (1, 2, 5, 10, 20)
 
 
@@ -230,6 +242,24 @@ class _Scrape:
         for name, value in total("num_preemptions").items():
             preemptions.add_metric([name], value)
         yield preemptions
+        config = GaugeMetricFamily(
+            "vllm:cache_config_info", "Configuration of the KV store.", labels=_CACHE_LABELS
+        )
+        kv_tokens = sum(w.kv_total_tokens for w in stats.workers)
+        # KV is counted in tokens here, so a block is one; what has no meaning here is "None".
+        known = {"block_size": "1", "num_gpu_blocks": str(kv_tokens), "num_cpu_blocks": "0"}
+        known |= {"enable_prefix_caching": "True", "swap_space_bytes": "0"}
+        config.add_metric([known.get(label, "None") for label in _CACHE_LABELS], 1)
+        yield config
+        for name, text in (
+            ("draft_acceptance_rate", "Share of drafted tokens accepted."),
+            ("efficiency", "Tokens emitted over the most that could be."),
+        ):
+            yield GaugeMetricFamily(f"vllm:spec_decode_{name}", text, labels=["model_name"])
+        for name in ("accepted", "draft", "emitted"):
+            text = f"Speculative tokens: {name}."
+            name = f"vllm:spec_decode_num_{name}_tokens"
+            yield CounterMetricFamily(name, text, labels=["model_name"])
 
     def _scheduler(self, stats: Stats) -> Iterator[Metric]:
         states = Counter(w.state for w in stats.workers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,13 +13,16 @@ from fastapi import APIRouter, Request, Response
 from candor import __version__, errors
 from gateway import metrics as exposition
 from gateway.catalog import Catalog, Stats
-from gateway.clients import Catalogue, SchedulerClient, TokenizerClient
+from gateway.clients import SchedulerClient, TokenizerClient
 from gateway.config import Config
 from gateway.dialects import DetokenizeCall, Dialect, EmbeddingCall, GenerationCall, TokenizeCall
+from gateway.directory import Directory
 from gateway.flow import JSON_HEADERS, Flow
 from gateway.limits import read_body
 from gateway.metrics import Metrics
 from gateway.replies import Exchange, Outlet
+
+log = logging.getLogger("gateway.routes")
 
 _NAMES = {
     "/v1/chat/completions": ("Create a chat completion", "ChatRequest"),
@@ -116,6 +120,8 @@ class Api:
             except Exception as error:
                 if outlet.has_started:
                     raise
+                if not isinstance(error, errors.CandorError | self._dialect.error_type):
+                    log.exception("unhandled error")
                 await outlet.whole(*refusal(self._dialect, error))
 
         return Exchange(guarded)
@@ -129,11 +135,11 @@ class Operations:
         config: Config,
         tokenizer: TokenizerClient,
         scheduler: SchedulerClient,
-        catalogue: Catalogue,
+        directory: Directory,
         metrics: Metrics,
     ) -> None:
         self._config, self._metrics = config, metrics
-        self._tokenizer, self._scheduler, self._catalogue = tokenizer, scheduler, catalogue
+        self._tokenizer, self._scheduler, self._directory = tokenizer, scheduler, directory
         self.is_draining = False
 
     def router(self) -> APIRouter:
@@ -180,7 +186,7 @@ class Operations:
         """Prometheus text."""
         stats = await _state(self._scheduler.stats(self._config.probe_timeout_s))
         try:
-            catalog = await self._catalogue.get()
+            catalog = await self._directory.get()
         except errors.CandorError:
             catalog = Catalog(())
         text = self._metrics.render(catalog, stats if isinstance(stats, Stats) else None)

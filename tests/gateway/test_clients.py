@@ -10,7 +10,8 @@ import pytest
 
 from candor import errors, rpc
 from candor.v1 import inference_pb2 as pb
-from gateway.clients import Catalogue, SchedulerClient, TokenizerClient
+from gateway.clients import SchedulerClient, TokenizerClient
+from gateway.directory import Directory
 from gateway.events import Delta, Event, Finished, Started, Tagged
 from tests.fakes.gateway import (
     FINGERPRINT,
@@ -206,16 +207,16 @@ async def test_the_catalog_is_kept_and_asked_again_for_an_unknown_name() -> None
     async with upstream(fake) as (scheduler_at, tokenizer_at):
         scheduler = SchedulerClient(scheduler_at, timeout_s=2, stream_buffer=9, submit_buffer=9)
         tokenizer = TokenizerClient(tokenizer_at, timeout_s=2)
-        catalogue = Catalogue(scheduler, tokenizer, ttl_s=0.0)
+        directory = Directory(scheduler, tokenizer, ttl_s=0.0)
         try:
-            model = await catalogue.find("MODEL-ALIAS")
+            model = await directory.find("MODEL-ALIAS")
             assert model is not None and model.name == "MODEL"
             assert model.base_vocab_size == 258 and model.fingerprint == FINGERPRINT
-            assert await catalogue.find("LATER") is None
+            assert await directory.find("LATER") is None
             fake.models.append(pb.ModelInfo(name="LATER", tokenizer_fingerprint=FINGERPRINT))
-            assert await catalogue.find("LATER") is not None
+            assert await directory.find("LATER") is not None
         finally:
-            await catalogue.close()
+            await directory.close()
             await scheduler.close()
             await tokenizer.close()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 from typing import Any
@@ -289,6 +290,18 @@ async def test_a_body_that_stops_is_given_up() -> None:
         assert b" 504 " in head
 
 
+async def test_a_head_that_does_not_end_is_given_up() -> None:
+    for sent in (b"", b"GET /health HTTP/1.1\r\nhost:"):
+        async with gateway(head_timeout_s=0.05) as stack, socket_to(stack) as (reader, writer):
+            if sent:
+                # A head that came does not hold up the next one's clock.
+                writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+                await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
+                writer.write(sent)
+            with contextlib.suppress(ConnectionError):
+                assert await asyncio.wait_for(reader.read(), 5) == b""
+
+
 @pytest.mark.parametrize("ends", [True, False])
 async def test_headers_above_the_limit_are_431(ends: bool) -> None:
     line = b"GET /health HTTP/1.1\r\nhost: x\r\n"
@@ -348,3 +361,22 @@ async def test_a_fault_of_ours_keeps_its_details_and_the_server_goes_on() -> Non
         reply = await http.post("/v1/chat/completions", json=CHAT)
         assert reply.status_code == 500 and "stack trace" not in reply.text
         assert (await http.get("/health")).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+async def test_a_bug_is_a_500_in_the_dialects_shape_and_is_logged_once(
+    path: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise ZeroDivisionError("secret")
+
+    async with gateway() as stack, client(stack) as http:
+        monkeypatch.setattr(stack.server.application.tokenizer, "encode_chat", broken)
+        body = {k: v for k, v in CHAT.items() if path != "/tokenize" or k != "max_tokens"}
+        reply = await http.post(path, json=body)
+        assert reply.status_code == 500
+        assert list(reply.json()) == ["object", "message", "type", "param", "code"]
+        assert "secret" not in reply.text
+        assert reply.headers["x-candor-request-id"]
+    logged = [r for r in caplog.records if r.levelno >= logging.ERROR]
+    assert len(logged) == 1 and logged[0].exc_info is not None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import logging
 import os
 import signal
 import sys
@@ -22,6 +23,8 @@ import orjson
 
 from candor.errors import Internal, InvalidArgument, ResourceExhausted
 from tokenizer_svc.chat_template import Conversation, TemplateLimits
+
+log = logging.getLogger("tokenizer_svc")
 
 _ROOT = Path(__file__).resolve().parent.parent
 _START_S = 30.0
@@ -89,23 +92,32 @@ class TemplatePool:
     async def close(self) -> None:
         """End the idle processes. Called when nothing is being rendered any more."""
         while self._idle:
-            await _end(self._idle.pop())
+            await _leave(self._idle.pop())
 
     async def _ask(self, job: bytes) -> dict[str, Any]:
-        process = self._idle.pop() if self._idle else await self._start()
+        process = await self._take()
         try:
             # The process watches its own time; this wait only covers one that is not even scheduled.
             async with asyncio.timeout(self._limits.timeout_s + _START_S):
                 await _send(process, job)
                 answer = await _receive(process)
-        except (asyncio.IncompleteReadError, ConnectionError, TimeoutError):
-            await _end(process)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            await _leave(process)
             raise self._why_it_ended(process.returncode) from None
         except BaseException:
-            await asyncio.shield(_end(process))
+            await asyncio.shield(_kill(process))
             raise
         self._idle.append(process)
         return answer
+
+    async def _take(self) -> asyncio.subprocess.Process:
+        while self._idle:
+            process = self._idle.pop()
+            if process.returncode is None:
+                return process
+            log.warning("an idle template process ended", extra={"returncode": process.returncode})
+            await _leave(process)
+        return await self._start()
 
     def _why_it_ended(self, returncode: int | None) -> Exception:
         if returncode == -signal.SIGALRM:
@@ -167,10 +179,21 @@ async def _receive(process: asyncio.subprocess.Process) -> dict[str, Any]:
     return value
 
 
-async def _end(process: asyncio.subprocess.Process) -> None:
+async def _leave(process: asyncio.subprocess.Process) -> None:
+    """Close the pipe, whereupon the process ends, if it has not already."""
+    # No signal here: sending one may reap the process past asyncio, and its return code is lost.
+    assert process.stdin is not None
+    process.stdin.close()
+    try:
+        async with asyncio.timeout(_START_S):
+            await process.wait()
+    except TimeoutError:
+        await _kill(process)
+
+
+async def _kill(process: asyncio.subprocess.Process) -> None:
     assert process.stdin is not None
     process.stdin.close()
     with contextlib.suppress(ProcessLookupError):
-        # One that ended by itself keeps its own return code.
         process.kill()
     await process.wait()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import AsyncIterator, Callable
 
 import pytest
@@ -104,3 +106,12 @@ async def test_what_no_json_can_carry_is_refused(pool: TemplatePool) -> None:
 async def test_conversations_are_checked_before_a_process_is_asked(pool: TemplatePool) -> None:
     with pytest.raises(InvalidArgument, match="messages must not be empty"):
         await pool.render("x", {}, Conversation([]))
+
+
+async def test_a_process_that_was_killed_while_idle_is_replaced(pool: TemplatePool) -> None:
+    assert await pool.render("{{ foo }}", {}, HI) == "bar"
+    (process,) = pool._idle
+    os.kill(process.pid, signal.SIGKILL)
+    await process.wait()
+    assert await pool.render("{{ foo }}", {}, HI) == "bar"
+    assert pool._idle != [process]

@@ -147,12 +147,15 @@ class Row:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the argmax of the bare logits is the answer."""
+        """Whether the argmax of the logits is the answer."""
+        return self.rules.params.is_greedy and not self.rules.needs_logprob and self.is_bare
+
+    @property
+    def is_bare(self) -> bool:
+        """Whether no bias, mask or penalty applies."""
         rules = self.rules
         return (
-            rules.params.is_greedy
-            and not rules.needs_logprob
-            and not len(rules.bias_ids)
+            not len(rules.bias_ids)
             and rules.allowed_ids is None
             and self.mask is None
             and self.penalties is None
@@ -193,9 +196,7 @@ def _sample_row(raw: Logits, row: Row) -> Sampled:
     rules, params = row.rules, row.rules.params
     z = shaped(raw, row)
     shape = _Distribution(z, params)
-    token = shape.best
-    if not params.is_greedy:
-        token = shape.draw(uniform(params.seed, row.choice, row.position))
+    token = shape.best if params.is_greedy else shape.draw(_uniform(row))
     if not rules.needs_logprob:
         return Sampled(token)
     reported = _Distribution(raw, _NEUTRAL) if rules.raw_logprobs else shape
@@ -220,9 +221,15 @@ def candidates(raw: Logits, row: Row, count: int) -> list[Sampled]:
     return found
 
 
+def _uniform(row: Row) -> float:
+    return uniform(row.rules.params.seed, row.choice, row.position)
+
+
 def shaped(raw: Logits, row: Row) -> Logits:
-    """The row after bias, masks and penalties: everything before the temperature. A new array."""
+    """The row after bias, masks and penalties: everything before the temperature. `raw` is left as it is."""
     rules = row.rules
+    if row.is_bare:
+        return raw
     z = raw.copy()
     if len(rules.bias_ids):
         z[rules.bias_ids] += rules.bias_values

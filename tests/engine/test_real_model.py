@@ -1,4 +1,4 @@
-"""The engine on the default model: sense, batches, prefixes, constraints, and text that is what its tokens say."""
+"""The engine on the default model: sense, batches, prefixes, constraints, text that is what its tokens say."""
 
 from __future__ import annotations
 
@@ -87,8 +87,8 @@ def test_a_repeated_question_starts_from_the_cache_and_answers_the_same(
 
 
 def test_many_choices_of_one_prompt_follow_their_seed(engine: Engine, codec: Codec) -> None:
-    asked = {"n": 3, "best_of": 3, "temperature": 1.0, "seed": 11, "max_tokens": 10}
-    first = run(engine, ask(codec, "Tell me a story.", 1, **asked))[1]
+    asked = ask(codec, "Tell me a story.", n=3, best_of=3, temperature=1.0, seed=11, max_tokens=10)
+    first = run(engine, asked)[1]
     assert len({first.text(c) for c in range(3)}) == 3
     for c in range(3):
         assert first.text(c) == codec.decode(first.tokens(c), skip_special_tokens=True)
@@ -97,9 +97,14 @@ def test_many_choices_of_one_prompt_follow_their_seed(engine: Engine, codec: Cod
 def test_a_stop_string_is_cut_and_what_stands_before_it_is_the_unstopped_text(
     engine: Engine, codec: Codec
 ) -> None:
-    free = run(engine, ask(codec, "Count from one to ten.", 1, max_tokens=40))[1].text()
-    word = next(w for w in free.split()[3:] if len(w) > 2)
-    stopped = run(engine, ask(codec, "Count from one to ten.", 2, max_tokens=40, stop=(word,)))[2]
+    # Twice, so that the runs that are compared both start from the cached prompt: llama.cpp's numbers
+    # depend on how many tokens are computed together, and near-ties of two logits can fall the other way.
+    words = "Describe a river in a few sentences."
+    for key in (1, 2):
+        got = run(engine, ask(codec, words, key, max_tokens=40))[key]
+    free = got.text()
+    word = free.split()[12]
+    stopped = run(engine, ask(codec, words, 3, max_tokens=40, stop=(word,)))[3]
     assert stopped.reason() == ("stop", word)
     assert stopped.text() == free[: free.index(word)]
 

@@ -22,9 +22,11 @@ class Config:
     model_name: str = setting("", "the name answers carry; the file's name when empty")
     served_aliases: tuple[str, ...] = setting((), "further names requests may use", unit="name,...")
     runner: str = setting(
-        "llamacpp",
-        "what computes logits: llamacpp (every GGUF), native (fast on CPUs for small models), auto "
-        "(measures these two), reference (plain numpy), synthetic (no model, for tests)",
+        "auto",
+        "what computes logits: auto (the faster of the next two, timed at the start), native (CPU, small "
+        "models of the Llama family), llamacpp (every GGUF), reference (plain numpy), synthetic (no "
+        "model, for tests)",
+        choices=("auto", *RUNNERS),
     )
     scheduler: str = setting(
         "127.0.0.1:50051", "scheduler this worker attaches to", unit="host:port"

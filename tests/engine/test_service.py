@@ -106,6 +106,11 @@ async def until(holds: Callable[[], object]) -> None:
             await asyncio.sleep(0.002)
 
 
+def num_open(process: Process) -> int:
+    """Requests that have come in and have not ended."""
+    return len(process.backend._sinks)  # type: ignore[attr-defined]
+
+
 def hold(gate: threading.Event) -> Callable[[StepInput], None]:
     """Forward passes wait for a gate."""
 
@@ -135,10 +140,11 @@ async def test_a_request_is_answered_in_frames() -> None:
 async def test_one_frame_per_step_carries_every_sequence() -> None:
     gate = threading.Event()
     runner = ScriptedRunner(says({b"a": b"1" * 9, b"b": b"2" * 9}), before_forward=hold(gate))
-    async with worker(runner) as (_, stub):
+    async with worker(runner) as (process, stub):
         client = Client(stub)
         await client.submit(1, ask(b"a"))
         await client.submit(2, ask(b"b"))
+        await until(lambda: num_open(process) == 2)
         gate.set()
         await client.until_ended(1, 2)
         steps = [f.step_seq for f in client.frames]
@@ -259,9 +265,9 @@ async def test_a_broken_stream_aborts_what_it_began() -> None:
         for handle in range(3):
             await client.submit(handle, ask(stopping=long))
         await other.submit(1, ask())
-        await until(lambda: len(process.backend._sinks) == 4)  # type: ignore[attr-defined]
+        await until(lambda: num_open(process) == 4)
         client.call.cancel()
-        await until(lambda: len(process.backend._sinks) == 1)  # type: ignore[attr-defined]
+        await until(lambda: num_open(process) == 1)
         gate.set()
         await other.until_ended(1)
         assert other.ending(1) == "finished"

@@ -31,7 +31,7 @@ def main() -> None:
     parser.add_argument("--concurrency", default="1,4,8,16")
     parser.add_argument("--max-tokens", type=int, default=48)
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--runner", default="llamacpp", help="runner of our workers")
+    parser.add_argument("--runner", default="auto", help="runner of our workers")
     parser.add_argument("--only", choices=["peer", "cost"], help="one half of the benchmark")
     a = parser.parse_args()
     path = models.ensure(a.model) if a.model in models.KNOWN else models.resolve(a.model)

@@ -132,13 +132,13 @@ async def _one(host: str, port: int, body: bytes, result: Result) -> None:
 async def _stream(reader: asyncio.StreamReader, sent_at: float, result: Result) -> None:
     # An event begins with "data: {"; the tail carries a marker split over two reads, never a whole one.
     marker, tail, events, last_at, first_at = b"data: {", b"", 0, 0.0, None
-    last_chunk = b""
+    ending = b""
     while chunk := await reader.read(1 << 16):
         now = time.perf_counter()
         data = tail + chunk
         count = data.count(marker)
         tail = data[-(len(marker) - 1) :]
-        last_chunk = data
+        ending = (ending + chunk)[-64:]  # [DONE] and the end of the body may come in several reads
         if not count:
             continue
         if events >= 1:
@@ -148,7 +148,7 @@ async def _stream(reader: asyncio.StreamReader, sent_at: float, result: Result) 
         if first_at is None and events >= 2:
             first_at = now
             result.ttft_s.append(now - sent_at)
-    if b"[DONE]" not in last_chunk:
+    if b"[DONE]" not in ending:
         raise ValueError("stream ended without [DONE]")
     result.ok += 1
     result.events += events

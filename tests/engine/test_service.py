@@ -312,13 +312,17 @@ async def test_a_stream_whose_sender_is_done_ends_with_its_last_request() -> Non
 
 async def test_a_reader_that_does_not_read_is_ended_and_the_loop_goes_on() -> None:
     # Nobody reads: gRPC's own window fills first, then ours.
-    settings: dict[str, Any] = {"stream_buffer_frames": 3, "max_logprobs": 200}
-    async with worker(ScriptedRunner(says({})), **settings) as (process, stub):
+    gate = threading.Event()
+    runner = ScriptedRunner(says({}), before_forward=hold(gate))
+    settings: dict[str, Any] = {"stream_buffer_frames": 20, "max_logprobs": 200}
+    async with worker(runner, **settings) as (process, stub):
         client = Client(stub)
         heavy = pb.OutputOptions(logprobs=200)
         long = pb.StoppingParams(max_tokens=500, ignore_eos=True)
         for handle in range(4):
             await client.submit(handle, ask(output=heavy, stopping=long))
+        await until(lambda: num_open(process) == 4)
+        gate.set()
         await until(lambda: process.backend.progress().step_seq > 0)
         await until(lambda: process.backend.progress().is_idle)
         # A call of one's own still works.

@@ -95,8 +95,8 @@ def llamacpp_server(model: Path, *, slots: int, threads: int, context: int) -> I
         ("context", context),
     ):
         command += [f"--{name}", str(value)]
-    # Spinning OpenMP threads fight with every other process for two cores; ours waits passively too.
-    environ = {"OMP_WAIT_POLICY": "passive"}
+    # Endless spinning would fight with every other process; the peer waits just as our own runner does.
+    environ = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "500"}
     with _process(command, environ, until="listening on") as (pid, output):
         yield Running(f"http://127.0.0.1:{port}", pid, output=output)
 

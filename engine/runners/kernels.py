@@ -2,9 +2,12 @@
 
 Products of few rows with a large matrix are where BLAS libraries waste a CPU. Here a weight matrix is stored
 in panels of NB columns ([panel][K][NB], see `pack`), and one register tile of up to MR rows runs down a panel
-once: every weight is read once per MR rows, in order. The sum over K always runs from 0 to K-1, one fused
-multiply-add at a time, whatever the number of rows, so a row's result does not depend on the batch, to the
-bit. The same holds for attention, which visits positions in order.
+once: every weight is read once per MR rows, in order, as a half float that becomes a float on the way
+(rounding to half loses 2^-12 of a weight, its quantisation to 4 bits lost 2^-5; the memory read halves).
+
+The sum over K always runs from 0 to K-1, one fused multiply-add at a time, whatever the number of rows, so a
+row's result does not depend on the batch, to the bit. The same holds for attention, which visits positions in
+order.
 
 Measured against OpenBLAS and llama.cpp's kernels in `make bench`.
 """
@@ -22,6 +25,7 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 Array = NDArray[np.float32]
+Packed = NDArray[np.uint16]
 
 _HAS_AVX512 = bool(llvm.get_host_cpu_features().get("avx512f"))
 VECTOR = 16 if _HAS_AVX512 else 8
@@ -35,21 +39,32 @@ QUERIES = 32
 """Tokens of one row whose attention is computed together: their keys are packed once."""
 
 
-def pack(weight: Array) -> Array:
-    """A weight [N, K] (rows are outputs) as panels [ceil(N / NB), K, NB], zero padded."""
+def pack(weight: Array) -> Packed:
+    """A weight [N, K] (rows are outputs) as panels [ceil(N / NB), K, NB], zero padded.
+
+    Stored as half floats, seen as their bits. Raises ValueError for weights that halves cannot hold.
+    """
     n, k = weight.shape
     panels = -(-n // NB)
-    out = np.zeros((panels, k, NB), np.float32)
-    for p in range(panels):
-        rows = weight[p * NB : (p + 1) * NB]
-        out[p, :, : len(rows)] = rows.T
-    return out
+    out = np.zeros((panels, k, NB), np.float16)
+    with np.errstate(over="ignore"):
+        for p in range(panels):
+            rows = weight[p * NB : (p + 1) * NB]
+            out[p, :, : len(rows)] = rows.T
+    if not np.isfinite(out).all():
+        raise ValueError(f"a weight of {np.abs(weight).max():g} is beyond half precision")
+    return out.view(np.uint16)
 
 
-def _tile(rows: int, adds: bool) -> Callable[..., None]:
+def unpack_rows(packed: Packed, rows: NDArray[Any]) -> Array:
+    """Rows [len(rows), K] of a packed weight as float32."""
+    return np.ascontiguousarray(packed[rows // NB, :, rows % NB].view(np.float16), np.float32)
+
+
+def _tile(rows: int, adds: bool, is_half: bool) -> Callable[..., None]:
     """A kernel y[rows, NB] = x[rows, K] @ panel[K, NB] over raw addresses and row strides in floats.
 
-    With `adds`, the sums start from what y holds.
+    With `adds`, the sums start from what y holds; with `is_half`, the panel holds half floats.
     """
 
     @intrinsic
@@ -58,18 +73,21 @@ def _tile(rows: int, adds: bool) -> Callable[..., None]:
             types.uintp, types.intp, types.uintp, types.uintp, types.intp, types.intp
         )
         return signature, lambda context, builder, _sig, args: _emit(
-            context, builder, args, rows, adds
+            context, builder, args, rows, adds, is_half
         )
 
     return tile
 
 
-def _emit(context: Any, b: Any, args: Any, rows: int, adds: bool) -> Any:
+def _emit(context: Any, b: Any, args: Any, rows: int, adds: bool, is_half: bool) -> Any:
     x_address, ldx, w_address, y_address, ldy, k = args
     scalar, index = ir.FloatType(), ir.IntType(64)
     vector, lane = ir.VectorType(scalar, VECTOR), ir.IntType(32)
     pointer = scalar.as_pointer()
-    x, w, y = (b.inttoptr(address, pointer) for address in (x_address, w_address, y_address))
+    stored = ir.HalfType() if is_half else scalar
+    stored_vector = ir.VectorType(stored, VECTOR)
+    x, y = (b.inttoptr(address, pointer) for address in (x_address, y_address))
+    w = b.inttoptr(w_address, stored.as_pointer())
 
     def at(base: Any, offset: Any) -> Any:
         return b.gep(base, [offset])
@@ -97,8 +115,10 @@ def _emit(context: Any, b: Any, args: Any, rows: int, adds: bool) -> Any:
             sums[row][half].add_incoming(start[row][half], before)
     panel, weights = at(w, b.mul(i, const(NB))), []
     for half in range(2):
-        load = b.load(b.bitcast(at(panel, const(half * VECTOR)), vector.as_pointer()))
-        load.align = 4
+        place = b.bitcast(at(panel, const(half * VECTOR)), stored_vector.as_pointer())
+        load = b.load(place, align=2 if is_half else 4)
+        if is_half:
+            load = b.fpext(load, vector)
         weights.append(load)
     undefined = ir.Constant(vector, ir.Undefined)
     spread = ir.Constant(ir.VectorType(lane, VECTOR), [0] * VECTOR)
@@ -134,9 +154,10 @@ def _emit(context: Any, b: Any, args: Any, rows: int, adds: bool) -> Any:
     return context.get_dummy_value()
 
 
-def _panel_with(adds: bool) -> Callable[..., None]:
-    largest = _tile(MR, adds)
-    tile4, tile3, tile2, tile1 = (_tile(rows, adds) for rows in (4, 3, 2, 1))
+def _panel_with(adds: bool, is_half: bool) -> Callable[..., None]:
+    largest = _tile(MR, adds, is_half)
+    tile4, tile3, tile2, tile1 = (_tile(rows, adds, is_half) for rows in (4, 3, 2, 1))
+    item = 2 if is_half else 4
 
     @njit(nogil=True)
     def panel(
@@ -155,7 +176,7 @@ def _panel_with(adds: bool) -> Callable[..., None]:
 
         Arrays with offsets and strides in floats: an address alone would not keep its array alive.
         """
-        x, w, y = xs.ctypes.data + x0 * 4, ws.ctypes.data + w0 * 4, ys.ctypes.data + y0 * 4
+        x, w, y = xs.ctypes.data + x0 * 4, ws.ctypes.data + w0 * item, ys.ctypes.data + y0 * 4
         row = 0
         while row + MR <= m:
             largest(x + row * ldx * 4, ldx, w, y + row * ldy * 4, ldy, k)
@@ -173,11 +194,12 @@ def _panel_with(adds: bool) -> Callable[..., None]:
     return panel
 
 
-_panel, _panel_add = _panel_with(False), _panel_with(True)
+_panel = _panel_with(adds=False, is_half=True)
+_panel_keys, _panel_values = _panel_with(False, False), _panel_with(True, False)
 
 
 @njit(parallel=True, nogil=True, cache=True)
-def product(x: Array, w: Array, y: Array) -> None:
+def product(x: Array, w: Packed, y: Array) -> None:
     """y[M, panels * NB] = x[M, K] @ packed w; all C-contiguous float32."""
     m, k, n = x.shape[0], x.shape[1], y.shape[1]
     for p in prange(w.shape[0]):
@@ -273,14 +295,14 @@ def _attend(
         queries[r] = projected[first + r // group, at : at + head]
     shares, sums = np.empty((m, n), np.float32), np.empty(m, np.float32)
     for p in range(panels):
-        _panel(queries, 0, head, head, keys, blocks[p] * head * NB, shares, p * NB, n, m)
+        _panel_keys(queries, 0, head, head, keys, blocks[p] * head * NB, shares, p * NB, n, m)
     for r in range(m):
         sums[r] = _softmax(shares[r], positions[first + r // group] + 1)
     weighted = np.zeros((m, parts * NB), np.float32)
     for c in range(parts):
         for p in range(panels):
             w = (blocks[p] * parts + c) * NB * NB
-            _panel_add(shares, p * NB, n, NB, values, w, weighted, c * NB, parts * NB, m)
+            _panel_values(shares, p * NB, n, NB, values, w, weighted, c * NB, parts * NB, m)
     for r in range(m):
         at = (kv_head * group + r % group) * head
         scale = np.float32(1.0) / sums[r]
@@ -311,11 +333,11 @@ def step(
     keys: Array,  # [layers, kv heads, blocks, head, NB]: a block of keys is a panel
     values: Array,  # [layers, kv heads, blocks, ceil(head / NB), NB, NB]: as many panels as the head is wide
     norms: Array,  # [layers, 2, D]
-    qkv: Array,  # [layers, panels, D, NB]
+    qkv: Packed,  # [layers, panels, D, NB]
     qkv_bias: Array,  # [layers, panels * NB]
-    out: Array,  # [layers, panels, heads * head, NB]
-    gate_up: Array,  # [layers, panels, D, 2 NB]: NB columns of gate beside NB columns of up
-    down: Array,  # [layers, panels, F, NB]
+    out: Packed,  # [layers, panels, heads * head, NB]
+    gate_up: Packed,  # [layers, panels, D, 2 NB]: NB columns of gate beside NB columns of up
+    down: Packed,  # [layers, panels, F, NB]
     cos: Array,  # [positions, head / 2]
     sin: Array,
     heads: int,

@@ -1,7 +1,8 @@
-"""The fast CPU runner for small models at several streams: float32 weights, compiled kernels, paged KV.
+"""The fast CPU runner for small models at several streams: half-float weights, compiled kernels, paged KV.
 
-Llama family (Qwen2's biases included), weights dequantised once at load. Results do not depend on the batch,
-to the bit (see kernels.py). Keeps the KV books; the arithmetic is elsewhere.
+Llama family (Qwen2's biases included). Weights are dequantised once at load; activations, KV and sums are
+float32. Results do not depend on the batch, to the bit (see kernels.py). Keeps the KV books; the arithmetic is
+elsewhere.
 """
 
 from __future__ import annotations
@@ -126,7 +127,7 @@ class _Packed:
         def layer(i: int, name: str) -> Array:
             return tensors[f"layers.{i}.{name}"]
 
-        def stacked(*names: str) -> Array:
+        def stacked(*names: str) -> kernels.Packed:
             return np.stack(
                 [kernels.pack(np.concatenate([layer(i, name) for name in names])) for i in layers]
             )
@@ -156,7 +157,7 @@ class _Packed:
         """The embedding rows [T, D] of tokens, a fresh array."""
         if self._embed is not None:
             return np.ascontiguousarray(self._embed[token_ids])
-        return np.ascontiguousarray(self.head[token_ids // NB, :, token_ids % NB])
+        return kernels.unpack_rows(self.head, token_ids)
 
     def normed(self, x: Array) -> Array:
         """Hidden states behind the final norm, as the vocabulary projection takes them."""

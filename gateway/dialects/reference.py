@@ -15,6 +15,8 @@ from gateway.dialects import fields
 from gateway.dialects.vllm05 import reference as vllm05
 
 FOLDER = Path("docs/dialects")
+README = Path("README.md")
+TABLE_BEGIN, TABLE_END = "<!-- made by python -m gateway.dialects.reference -->", "<!-- end -->"
 
 
 def pages() -> dict[str, str]:
@@ -85,6 +87,37 @@ def _proofs(proofs: Sequence[str]) -> str:
     return ", ".join(f"`{proof}`" for proof in proofs)
 
 
+def support_table() -> str:
+    """The README's table: what each endpoint honours and refuses, with the names of the few."""
+    lines = [
+        "| endpoint | fields honoured | without effect by rule | refused by name |",
+        "|---|---|---|---|",
+    ]
+    for endpoint in vllm05.ENDPOINTS:
+        by_status: dict[str, list[str]] = {"honoured": [], "accepted": [], "refused": []}
+        for field in endpoint.declarations():
+            by_status[field.rule.status].append(f"`{field.name}`")
+        known = [f"`{name}`" for name in endpoint.known_unknowns]
+        refused = [*by_status["refused"], "every unknown field"]
+        if known:
+            refused[-1] += f" ({', '.join(known[:4])} …)"
+        cells = (
+            f"`{endpoint.path}`",
+            str(len(by_status["honoured"])),
+            ", ".join(by_status["accepted"]) or "–",
+            ", ".join(refused),
+        )
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def with_support_table(readme: str) -> str:
+    """The README with its table made anew between the two marks."""
+    head, _, rest = readme.partition(TABLE_BEGIN)
+    _, _, tail = rest.partition(TABLE_END)
+    return f"{head}{TABLE_BEGIN}\n\n{support_table()}\n\n{TABLE_END}{tail}"
+
+
 def main(arguments: Sequence[str]) -> int:
     """Write every page."""
     folder = Path(arguments[0]) if arguments else FOLDER
@@ -92,6 +125,9 @@ def main(arguments: Sequence[str]) -> int:
     for file_name, text in pages().items():
         (folder / file_name).write_text(text, encoding="utf-8")
         print(folder / file_name)
+    if README.exists():
+        README.write_text(with_support_table(README.read_text("utf-8")), "utf-8")
+        print(README)
     return 0
 
 

@@ -28,6 +28,8 @@ class Running:
     pid: int
     scheduler: str = ""
     output: deque[str] | None = None
+    log_dir: Path | None = None
+    """One file of JSON lines per service, as long as the stack runs."""
 
     def pid_of(self, module: str) -> int:
         """The child that runs `python -m module`. Raises LookupError."""
@@ -80,7 +82,7 @@ def candor_stack(
         command += ["--tokenizer", f"127.0.0.1:{free_port()}", "--workers", str(workers)]
         command += ["--engine", f"127.0.0.1:{free_port_run(workers)}", *arguments]
         with _process(command, environ, until="curl ") as (pid, output):
-            yield Running(f"http://{http}", pid, scheduler, output)
+            yield Running(f"http://{http}", pid, scheduler, output, Path(logs))
 
 
 @contextlib.contextmanager

@@ -7,12 +7,19 @@ engine decides what is computed, copied and freed, and keeps the books.
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+# Waiting passively puts a thread to sleep at every barrier, of which a step has hundreds. 500 turns of
+# spinning first make one row of llama.cpp twice as fast on two idle cores and cost a third when another
+# process wants one of them; 2000 turns then cost more than half. Here, because the OpenMP library reads it
+# when it is loaded, and a tokenizer may load that before any runner is chosen.
+os.environ.setdefault("GOMP_SPINCOUNT", "500")
 
 
 @dataclass(frozen=True)

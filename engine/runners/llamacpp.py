@@ -22,12 +22,6 @@ from engine.runners.kv_books import KvBooks, Run, wanted
 from tokenizer_svc import llama_abi
 from tokenizer_svc.llama_abi import ffi
 
-# Passive waiting (set by llama_abi) puts a thread to sleep at every barrier, of which a step has hundreds:
-# 500 turns of spinning first make one row two times faster on two idle cores, and cost a third when
-# another process wants one of them; from 2000 turns on that costs more than half. Read by the OpenMP
-# library when it is loaded.
-os.environ.setdefault("GOMP_SPINCOUNT", "500")
-
 GPU_LAYERS_VARIABLE = "CANDOR_LLAMACPP_GPU_LAYERS"
 
 MAX_ROWS = 256

@@ -7,21 +7,14 @@ elsewhere.
 
 from __future__ import annotations
 
-import os
-
+import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.runners import KvExhausted, StepInput
-from engine.runners.weights import LlamaConfig, load_llama
-
-# A little spinning between parallel regions is worth 2 ms a step; spinning without end would starve the
-# other processes of a small host. Read by the OpenMP library when it loads.
-os.environ.setdefault("GOMP_SPINCOUNT", "2000")
-import numba
-
-from engine.runners import kernels
+from engine.runners import KvExhausted, StepInput, kernels
 from engine.runners.kernels import NB
+from engine.runners.kv_books import KvBooks
+from engine.runners.weights import LlamaConfig, load_llama
 
 Array = NDArray[np.float32]
 
@@ -45,9 +38,14 @@ class NativeRunner:
         """Load and pack the weights. Raises ValueError for a model of another family."""
         config, tensors = load_llama(model_path)
         self.vocab_size = config.vocab_size
-        self.max_model_len = min(max_model_len or config.max_model_len, config.max_model_len)
+        self.max_model_len = max_model_len or config.max_model_len
+        if self.max_model_len > config.max_model_len:
+            raise ValueError(
+                f"max_model_len={max_model_len}, but the model has {config.max_model_len}"
+            )
         self.max_rows, self.kv_tokens = max_rows, kv_tokens
         self.max_batch_tokens = max_batch_tokens
+        self.books = KvBooks(max_rows, kv_tokens, self.max_model_len)
         self._threads = max(1, min(threads, numba.get_num_threads()))
         self._weights = _Packed(config, tensors, self.max_model_len)
         self._kv = _BlockTable(max_rows, kv_tokens, self.max_model_len)
@@ -60,6 +58,7 @@ class NativeRunner:
 
     def forward(self, step: StepInput) -> Array:
         """See `engine.runners.Runner.forward`."""
+        runs = self.books.check(step, self.vocab_size, self.max_batch_tokens)
         copies = self._kv.extend(step.rows, step.positions)
         for source, target in copies:
             self._copy_block(source, target)
@@ -85,6 +84,7 @@ class NativeRunner:
             w.heads,
             float(w.eps),
         )
+        self.books.append(runs)
         wanted = x[step.wants_logits]
         if len(self._logits) < len(wanted):
             self._logits = np.empty((len(wanted), w.head.shape[0] * NB), np.float32)
@@ -95,11 +95,13 @@ class NativeRunner:
 
     def copy(self, source: int, target: int, num_tokens: int) -> None:
         """See `engine.runners.Runner.copy`: whole blocks are shared, the last one is copied."""
+        self.books.copy(source, target, num_tokens)
         for old, new in self._kv.copy(source, target, num_tokens):
             self._copy_block(old, new)
 
     def trim(self, row: int, num_tokens: int) -> None:
         """See `engine.runners.Runner.trim`."""
+        self.books.trim(row, num_tokens)
         self._kv.trim(row, num_tokens)
 
     def close(self) -> None:

@@ -46,6 +46,18 @@ class _Tensor:
     start: int
 
 
+@dataclass(frozen=True)
+class Blocks:
+    """A quantised matrix [N, K]: weight = scale * level + least, per block of 32 along K."""
+
+    levels: NDArray[np.uint8]
+    """[N, K]"""
+    scales: NDArray[np.float16]
+    """[N, K / 32]"""
+    leasts: NDArray[np.float16]
+    """[N, K / 32]"""
+
+
 class GgufFile:
     """An opened GGUF file. Raises ValueError, with the file's name, for anything that cannot be read."""
 
@@ -78,13 +90,31 @@ class GgufFile:
                 f"{self._path}: tensor {name} has type {kind}; this reader knows {known}"
             )
         fmt = _FORMATS[tensor.kind]
+        return fmt.decode(self._raw(name, tensor, fmt)).reshape(tensor.shape)
+
+    def blocks(self, name: str) -> Blocks | None:
+        """One tensor as it is quantised, exactly; None for a type that has no blocks of 32 weights."""
+        tensor = self._tensors[name]
+        levels = _LEVELS.get(tensor.kind)
+        if levels is None:
+            return None
+        raw = self._raw(name, tensor, _FORMATS[tensor.kind])
+        q, scale, least = levels(raw)
+        rows, columns = tensor.shape[0], tensor.shape[-1]
+        return Blocks(
+            q.reshape(rows, columns),
+            scale.astype(np.float16).reshape(rows, columns // 32),
+            least.astype(np.float16).reshape(rows, columns // 32),
+        )
+
+    def _raw(self, name: str, tensor: _Tensor, fmt: _Format) -> Bytes:
         count = math.prod(tensor.shape)
         if count % fmt.block:
             raise ValueError(f"{self._path}: tensor {name} has {count} weights, no whole blocks")
         raw = self._data[tensor.start : tensor.start + count // fmt.block * fmt.size]
         if len(raw) != count // fmt.block * fmt.size:
             raise ValueError(f"{self._path} ends within tensor {name}")
-        return fmt.decode(raw.reshape(-1, fmt.size)).reshape(tensor.shape)
+        return raw.reshape(-1, fmt.size)
 
     def _read_head(self, at: _Cursor) -> dict[str, _Tensor]:
         version = at.number("<I")
@@ -225,6 +255,23 @@ _FORMATS = {
     30: _Format("BF16", 1, 2, bfloat16),
 }
 """ggml type number → how to read it."""
+
+_Levels = tuple[NDArray[np.uint8], Array, Array]
+
+
+def _around(levels: NDArray[Any], scale: Array, zero: int) -> _Levels:
+    """Levels that count from `zero`: times a power of two, so the least value is exact in half precision."""
+    return levels.astype(np.uint8), scale, -zero * scale
+
+
+_LEVELS: dict[int, Callable[[Bytes], _Levels]] = {
+    2: lambda b: _around(_nibbles(b[:, 2:]), _f16(b, 0), 8),
+    3: lambda b: (_nibbles(b[:, 4:]), _f16(b, 0), _f16(b, 2)),
+    6: lambda b: _around(_fifths(b[:, 2:6], b[:, 6:]), _f16(b, 0), 16),
+    7: lambda b: (_fifths(b[:, 4:8], b[:, 8:]), _f16(b, 0), _f16(b, 2)),
+    8: lambda b: _around(b[:, 2:].copy().view(np.int8).astype(np.int16) + 128, _f16(b, 0), 128),
+}
+"""ggml type number → unsigned levels, scale and least value of every block."""
 
 _REFUSED = {
     10: "Q2_K",

@@ -1,9 +1,10 @@
 """The arithmetic of the native runner, compiled by numba: one call computes a whole step.
 
 Products of few rows with a large matrix are where BLAS libraries waste a CPU. Here a weight matrix is stored
-in panels of NB columns ([panel][K][NB], see `pack`), and one register tile of up to MR rows runs down a panel
-once: every weight is read once per MR rows, in order, as a half float that becomes a float on the way
-(rounding to half loses 2^-12 of a weight, its quantisation to 4 bits lost 2^-5; the memory read halves).
+in panels of NB columns, and one register tile of up to MR rows runs down a panel once: every weight is read
+once per MR rows, in order. Few rows wait for memory, so weights stay small: those that come quantised in blocks
+of 32 keep their levels as bytes and become exact floats on the way (`pack_blocks`), the others are half floats
+(`pack`).
 
 The sum over K always runs from 0 to K-1, one fused multiply-add at a time, whatever the number of rows, so a
 row's result does not depend on the batch, to the bit. The same holds for attention, which visits positions in
@@ -24,8 +25,10 @@ from numba import njit, prange, types
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
+from engine.runners.gguf_file import Blocks
+
 Array = NDArray[np.float32]
-Packed = NDArray[np.uint16]
+Packed = NDArray[np.uint8]
 
 _HAS_AVX512 = bool(llvm.get_host_cpu_features().get("avx512f"))
 VECTOR = 16 if _HAS_AVX512 else 8
@@ -35,14 +38,16 @@ NB = 2 * VECTOR
 MR = 8 if _HAS_AVX512 else 6
 """Rows of the largest tile: MR x 2 accumulators, two weights and a broadcast fill the register file."""
 
+BLOCK = 32
+"""Weights along K that share a scale, in every quantisation that is kept as it is."""
 QUERIES = 32
 """Tokens of one row whose attention is computed together: their keys are packed once."""
 
 
 def pack(weight: Array) -> Packed:
-    """A weight [N, K] (rows are outputs) as panels [ceil(N / NB), K, NB], zero padded.
+    """A weight [N, K] (rows are outputs) as panels [ceil(N / NB), bytes], zero padded.
 
-    Stored as half floats, seen as their bits. Raises ValueError for weights that halves cannot hold.
+    A panel holds half floats [K, NB]. Raises ValueError for weights that halves cannot hold.
     """
     n, k = weight.shape
     panels = -(-n // NB)
@@ -53,18 +58,50 @@ def pack(weight: Array) -> Packed:
             out[p, :, : len(rows)] = rows.T
     if not np.isfinite(out).all():
         raise ValueError(f"a weight of {np.abs(weight).max():g} is beyond half precision")
-    return out.view(np.uint16)
+    return out.view(np.uint8).reshape(panels, -1)
 
 
-def unpack_rows(packed: Packed, rows: NDArray[Any]) -> Array:
+def pack_blocks(blocks: Blocks) -> Packed:
+    """A quantised weight [N, K] as panels [ceil(N / NB), bytes], zero padded; nothing is rounded.
+
+    A panel holds, per block of 32 along K: NB scales and NB least values as half floats, then the levels as
+    bytes [32, NB].
+    """
+    n, k = blocks.levels.shape
+    panels, count = -(-n // NB), k // BLOCK
+    out = np.zeros((panels, count, (BLOCK + 4) * NB), np.uint8)
+    edges = np.zeros((2, panels * NB, count), np.float16)
+    edges[0, :n], edges[1, :n] = blocks.scales, blocks.leasts
+    by_panel = edges.reshape(2, panels, NB, count).transpose(1, 3, 0, 2)
+    out[:, :, : 4 * NB] = np.ascontiguousarray(by_panel).view(np.uint8).reshape(panels, count, -1)
+    levels = np.zeros((panels * NB, k), np.uint8)
+    levels[:n] = blocks.levels
+    by_panel_levels = levels.reshape(panels, NB, count, BLOCK).transpose(0, 2, 3, 1)
+    out[:, :, 4 * NB :] = by_panel_levels.reshape(panels, count, -1)
+    return out.reshape(panels, -1)
+
+
+def unpack_rows(packed: Packed, k: int, rows: NDArray[Any]) -> Array:
     """Rows [len(rows), K] of a packed weight as float32."""
-    return np.ascontiguousarray(packed[rows // NB, :, rows % NB].view(np.float16), np.float32)
+    panels, columns = packed[rows // NB], rows % NB
+    if packed.shape[1] == 2 * k * NB:
+        halves = panels.view(np.float16).reshape(len(rows), k, NB)
+        return np.take_along_axis(halves, columns[:, None, None], 2)[:, :, 0].astype(np.float32)
+    blocks = panels.reshape(len(rows), k // BLOCK, -1)
+    edges = blocks[:, :, : 4 * NB].copy().view(np.float16).reshape(len(rows), k // BLOCK, 2, NB)
+    scale, least = np.moveaxis(
+        np.take_along_axis(edges, columns[:, None, None, None], 3)[..., 0].astype(np.float32), 2, 0
+    )
+    levels = blocks[:, :, 4 * NB :].reshape(len(rows), k // BLOCK, BLOCK, NB)
+    level = np.take_along_axis(levels, columns[:, None, None, None], 3)[..., 0].astype(np.float32)
+    return np.ascontiguousarray((level * scale[..., None] + least[..., None]).reshape(len(rows), k))
 
 
-def _tile(rows: int, adds: bool, is_half: bool) -> Callable[..., None]:
+def _tile(rows: int, adds: bool, stored: str) -> Callable[..., None]:
     """A kernel y[rows, NB] = x[rows, K] @ panel[K, NB] over raw addresses and row strides in floats.
 
-    With `adds`, the sums start from what y holds; with `is_half`, the panel holds half floats.
+    With `adds`, the sums start from what y holds. `stored` is what the panel holds: "float", "half", or
+    "byte" for one block of levels behind its scales and least values.
     """
 
     @intrinsic
@@ -73,21 +110,21 @@ def _tile(rows: int, adds: bool, is_half: bool) -> Callable[..., None]:
             types.uintp, types.intp, types.uintp, types.uintp, types.intp, types.intp
         )
         return signature, lambda context, builder, _sig, args: _emit(
-            context, builder, args, rows, adds, is_half
+            context, builder, args, rows, adds, stored
         )
 
     return tile
 
 
-def _emit(context: Any, b: Any, args: Any, rows: int, adds: bool, is_half: bool) -> Any:
+def _emit(context: Any, b: Any, args: Any, rows: int, adds: bool, stored: str) -> Any:
     x_address, ldx, w_address, y_address, ldy, k = args
     scalar, index = ir.FloatType(), ir.IntType(64)
     vector, lane = ir.VectorType(scalar, VECTOR), ir.IntType(32)
     pointer = scalar.as_pointer()
-    stored = ir.HalfType() if is_half else scalar
-    stored_vector = ir.VectorType(stored, VECTOR)
+    half_float = ir.HalfType()
+    item = {"float": scalar, "half": half_float, "byte": ir.IntType(8)}[stored]
     x, y = (b.inttoptr(address, pointer) for address in (x_address, y_address))
-    w = b.inttoptr(w_address, stored.as_pointer())
+    w = b.inttoptr(w_address, item.as_pointer())
 
     def at(base: Any, offset: Any) -> Any:
         return b.gep(base, [offset])
@@ -95,14 +132,26 @@ def _emit(context: Any, b: Any, args: Any, rows: int, adds: bool, is_half: bool)
     def const(value: int) -> Any:
         return ir.Constant(index, value)
 
+    def load_vector(kind: Any, base: Any, offset: int, align: int) -> Any:
+        place = b.bitcast(at(base, const(offset)), ir.VectorType(kind, VECTOR).as_pointer())
+        return b.load(place, align=align)
+
     def sums_at(row: int, half: int) -> Any:
         offset = b.add(b.mul(ldy, const(row)), const(half * VECTOR))
         return b.bitcast(at(y, offset), vector.as_pointer())
 
+    fused: Any = ("contract",)  # multiply and add may become one instruction, and do in every tile
     zero = ir.Constant(vector, [0.0] * VECTOR)
     start = [[zero, zero] for _ in range(rows)]
     if adds:
         start = [[b.load(sums_at(row, half), align=4) for half in range(2)] for row in range(rows)]
+    scales, leasts = [], []
+    if stored == "byte":
+        edges = b.inttoptr(w_address, half_float.as_pointer())
+        for half in range(2):
+            scales.append(b.fpext(load_vector(half_float, edges, half * VECTOR, 2), vector))
+            leasts.append(b.fpext(load_vector(half_float, edges, NB + half * VECTOR, 2), vector))
+        w = at(w, const(4 * NB))
     before = b.block
     loop, done = b.append_basic_block("tile"), b.append_basic_block("tile.done")
     b.cbranch(b.icmp_signed(">", k, const(0)), loop, done)
@@ -115,14 +164,15 @@ def _emit(context: Any, b: Any, args: Any, rows: int, adds: bool, is_half: bool)
             sums[row][half].add_incoming(start[row][half], before)
     panel, weights = at(w, b.mul(i, const(NB))), []
     for half in range(2):
-        place = b.bitcast(at(panel, const(half * VECTOR)), stored_vector.as_pointer())
-        load = b.load(place, align=2 if is_half else 4)
-        if is_half:
+        load = load_vector(item, panel, half * VECTOR, {"float": 4, "half": 2, "byte": 1}[stored])
+        if stored == "half":
             load = b.fpext(load, vector)
+        elif stored == "byte":
+            level = b.uitofp(b.zext(load, ir.VectorType(lane, VECTOR)), vector)
+            load = b.fadd(b.fmul(level, scales[half], flags=fused), leasts[half], flags=fused)
         weights.append(load)
     undefined = ir.Constant(vector, ir.Undefined)
     spread = ir.Constant(ir.VectorType(lane, VECTOR), [0] * VECTOR)
-    fused: Any = ("contract",)  # multiply and add may become one instruction, and do in every tile
     updated = []
     for row in range(rows):
         value = b.load(at(x, b.add(b.mul(ldx, const(row)), i)))
@@ -154,29 +204,13 @@ def _emit(context: Any, b: Any, args: Any, rows: int, adds: bool, is_half: bool)
     return context.get_dummy_value()
 
 
-def _panel_with(adds: bool, is_half: bool) -> Callable[..., None]:
-    largest = _tile(MR, adds, is_half)
-    tile4, tile3, tile2, tile1 = (_tile(rows, adds, is_half) for rows in (4, 3, 2, 1))
-    item = 2 if is_half else 4
+def _panel_with(adds: bool, stored: str) -> Callable[..., None]:
+    largest = _tile(MR, adds, stored)
+    tile4, tile3, tile2, tile1 = (_tile(rows, adds, stored) for rows in (4, 3, 2, 1))
 
     @njit(nogil=True)
-    def panel(
-        xs: Array,
-        x0: int,
-        ldx: int,
-        k: int,
-        ws: Array,
-        w0: int,
-        ys: Array,
-        y0: int,
-        ldy: int,
-        m: int,
-    ) -> None:
-        """y[m, NB] (+)= x[m, k] @ one panel, tile by tile.
-
-        Arrays with offsets and strides in floats: an address alone would not keep its array alive.
-        """
-        x, w, y = xs.ctypes.data + x0 * 4, ws.ctypes.data + w0 * item, ys.ctypes.data + y0 * 4
+    def panel(x: int, ldx: int, k: int, w: int, y: int, ldy: int, m: int) -> None:
+        """y[m, NB] (+)= x[m, k] @ one panel, tile by tile; addresses in bytes, strides in floats."""
         row = 0
         while row + MR <= m:
             largest(x + row * ldx * 4, ldx, w, y + row * ldy * 4, ldy, k)
@@ -194,16 +228,51 @@ def _panel_with(adds: bool, is_half: bool) -> Callable[..., None]:
     return panel
 
 
-_panel = _panel_with(adds=False, is_half=True)
-_panel_keys, _panel_values = _panel_with(False, False), _panel_with(True, False)
+_floats, _floats_add = _panel_with(False, "float"), _panel_with(True, "float")
+_halves = _panel_with(False, "half")
+_bytes, _bytes_add = _panel_with(False, "byte"), _panel_with(True, "byte")
+
+# The functions below take arrays with offsets in items: an address alone would not keep its array alive.
+
+
+@njit(nogil=True)
+def _scores(xs: Array, ldx: int, k: int, ws: Any, w0: int, ys: Array, y0: int, m: int) -> None:
+    """y = x @ one panel of floats, y beside others in rows of ys."""
+    w, y = ws.ctypes.data + w0 * 4, ys.ctypes.data + y0 * 4
+    _floats(xs.ctypes.data, ldx, k, w, y, ys.shape[1], m)
+
+
+@njit(nogil=True)
+def _weigh(xs: Array, x0: int, k: int, ws: Any, w0: int, ys: Array, y0: int, m: int) -> None:
+    """y += x @ one panel of floats; x a part of the rows of xs."""
+    x, w, y = xs.ctypes.data + x0 * 4, ws.ctypes.data + w0 * 4, ys.ctypes.data + y0 * 4
+    _floats_add(x, xs.shape[1], k, w, y, ys.shape[1], m)
+
+
+@njit(nogil=True)
+def _panel(xs: Array, ws: Packed, w0: int, size: int, ys: Array, y0: int) -> None:
+    """y = x @ the panel of `size` bytes at byte w0, y beside others in rows of ys."""
+    m, k, ldy = xs.shape[0], xs.shape[1], ys.shape[1]
+    x, w, y = xs.ctypes.data, ws.ctypes.data + w0, ys.ctypes.data + y0 * 4
+    if size == 2 * k * NB:
+        _halves(x, k, k, w, y, ldy, m)
+        return
+    # A few rows at a time, so that their sums stay near while the blocks go by.
+    for row in range(0, m, MR):
+        rows = min(MR, m - row)
+        xr, yr = x + row * k * 4, y + row * ldy * 4
+        _bytes(xr, k, BLOCK, w, yr, ldy, rows)
+        for block in range(1, k // BLOCK):
+            at = w + block * (BLOCK + 4) * NB
+            _bytes_add(xr + block * BLOCK * 4, k, BLOCK, at, yr, ldy, rows)
 
 
 @njit(parallel=True, nogil=True, cache=True)
 def product(x: Array, w: Packed, y: Array) -> None:
-    """y[M, panels * NB] = x[M, K] @ packed w; all C-contiguous float32."""
-    m, k, n = x.shape[0], x.shape[1], y.shape[1]
+    """y[M, panels * NB] = x[M, K] @ packed w; all C-contiguous."""
+    size = w.shape[1]
     for p in prange(w.shape[0]):
-        _panel(x, 0, k, k, w, p * k * NB, y, p * NB, n, m)
+        _panel(x, w, p * size, size, y, p * NB)
 
 
 @njit(nogil=True, cache=True)
@@ -295,14 +364,14 @@ def _attend(
         queries[r] = projected[first + r // group, at : at + head]
     shares, sums = np.empty((m, n), np.float32), np.empty(m, np.float32)
     for p in range(panels):
-        _panel_keys(queries, 0, head, head, keys, blocks[p] * head * NB, shares, p * NB, n, m)
+        _scores(queries, head, head, keys, blocks[p] * head * NB, shares, p * NB, m)
     for r in range(m):
         sums[r] = _softmax(shares[r], positions[first + r // group] + 1)
     weighted = np.zeros((m, parts * NB), np.float32)
     for c in range(parts):
         for p in range(panels):
             w = (blocks[p] * parts + c) * NB * NB
-            _panel_values(shares, p * NB, n, NB, values, w, weighted, c * NB, parts * NB, m)
+            _weigh(shares, p * NB, NB, values, w, weighted, c * NB, m)
     for r in range(m):
         at = (kv_head * group + r % group) * head
         scale = np.float32(1.0) / sums[r]
@@ -333,14 +402,15 @@ def step(
     keys: Array,  # [layers, kv heads, blocks, head, NB]: a block of keys is a panel
     values: Array,  # [layers, kv heads, blocks, ceil(head / NB), NB, NB]: as many panels as the head is wide
     norms: Array,  # [layers, 2, D]
-    qkv: Packed,  # [layers, panels, D, NB]
+    qkv: Packed,  # [layers, panels, bytes]; so are the others
     qkv_bias: Array,  # [layers, panels * NB]
-    out: Packed,  # [layers, panels, heads * head, NB]
-    gate_up: Packed,  # [layers, panels, D, 2 NB]: NB columns of gate beside NB columns of up
-    down: Packed,  # [layers, panels, F, NB]
+    out: Packed,
+    gate_up: Packed,  # a panel of gate and the same of up behind each other
+    down: Packed,
     cos: Array,  # [positions, head / 2]
     sin: Array,
     heads: int,
+    ffn: int,
     eps: float,
 ) -> None:
     """Run every layer over a flat batch, appending its keys and values at the places in `table`."""
@@ -348,7 +418,6 @@ def step(
     layers, kv_heads, _, head, _ = keys.shape
     group = heads // kv_heads
     width = heads * head
-    ffn = down.shape[2]
     normed = np.empty((t, d), np.float32)
     projected = np.empty((t, qkv.shape[1] * NB), np.float32)
     mixed = np.empty((t, width), np.float32)
@@ -358,9 +427,9 @@ def step(
     queries = _query_blocks(rows)
     for layer in range(layers):
         _rms_norm(x, norms[layer, 0], eps, normed)
-        w, n = qkv[layer], projected.shape[1]
+        w, size, n = qkv[layer], qkv.shape[2], projected.shape[1]
         for p in prange(qkv.shape[1]):
-            _panel(normed, 0, d, d, w, p * d * NB, projected, p * NB, n, t)
+            _panel(normed, w, p * size, size, projected, p * NB)
         for i in range(t):
             row = projected[i]
             for j in range(n):
@@ -392,26 +461,26 @@ def step(
                 group,
                 mixed,
             )
-        w, n = out[layer], added.shape[1]
+        w, size = out[layer], out.shape[2]
         for p in prange(out.shape[1]):
-            _panel(mixed, 0, width, width, w, p * width * NB, added, p * NB, n, t)
+            _panel(mixed, w, p * size, size, added, p * NB)
         for i in range(t):
             for j in range(d):
                 x[i, j] += added[i, j]
         _rms_norm(x, norms[layer, 1], eps, normed)
-        w = gate_up[layer]
+        w, size = gate_up[layer], gate_up.shape[2] // 2
         for p in prange(gate_up.shape[1]):
             both = np.empty((t, 2 * NB), np.float32)
-            _panel(normed, 0, d, d, w, 2 * p * d * NB, both, 0, 2 * NB, t)
-            _panel(normed, 0, d, d, w, (2 * p + 1) * d * NB, both, NB, 2 * NB, t)
+            _panel(normed, w, 2 * p * size, size, both, 0)
+            _panel(normed, w, (2 * p + 1) * size, size, both, NB)
             end = min(NB, ffn - p * NB)
             for i in range(t):
                 for j in range(end):
                     g = both[i, j]
                     hidden[i, p * NB + j] = _silu(g) * both[i, NB + j]
-        w = down[layer]
+        w, size = down[layer], down.shape[2]
         for p in prange(down.shape[1]):
-            _panel(hidden, 0, ffn, ffn, w, p * ffn * NB, added, p * NB, n, t)
+            _panel(hidden, w, p * size, size, added, p * NB)
         for i in range(t):
             for j in range(d):
                 x[i, j] += added[i, j]

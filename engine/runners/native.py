@@ -1,8 +1,8 @@
-"""The fast CPU runner for small models at several streams: half-float weights, compiled kernels, paged KV.
+"""The fast CPU runner for small models at several streams: small weights, compiled kernels, paged KV.
 
-Llama family (Qwen2's biases included). Weights are dequantised once at load; activations, KV and sums are
-float32. Results do not depend on the batch, to the bit (see kernels.py). Keeps the KV books; the arithmetic is
-elsewhere.
+Llama family (Qwen2's biases included). Weights stay as they are quantised, or become half floats; activations,
+KV and sums are float32. Results do not depend on the batch, to the bit (see kernels.py). Keeps the KV books;
+the arithmetic is elsewhere.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.runners import KvExhausted, StepInput, kernels
+from engine.runners.gguf_file import Blocks
 from engine.runners.kernels import NB
 from engine.runners.kv_books import KvBooks
-from engine.runners.weights import LlamaConfig, load_llama
+from engine.runners.weights import LlamaConfig, load_blocks, load_llama
 
 Array = NDArray[np.float32]
 
@@ -47,7 +48,7 @@ class NativeRunner:
         self.max_batch_tokens = max_batch_tokens
         self.books = KvBooks(max_rows, kv_tokens, self.max_model_len)
         self._threads = max(1, min(threads, numba.get_num_threads()))
-        self._weights = _Packed(config, tensors, self.max_model_len)
+        self._weights = _Packed(config, tensors, load_blocks(model_path), self.max_model_len)
         self._kv = _BlockTable(max_rows, kv_tokens, self.max_model_len)
         blocks, parts = self._kv.num_blocks, -(-config.head_dim // NB)
         shape = (config.num_layers, config.num_kv_heads, blocks)
@@ -82,7 +83,8 @@ class NativeRunner:
             w.cos,
             w.sin,
             w.heads,
-            float(w.eps),
+            w.ffn,
+            w.eps,
         )
         self.books.append(runs)
         wanted = x[step.wants_logits]
@@ -122,16 +124,26 @@ class NativeRunner:
 class _Packed:
     """The weights in the kernels' layout."""
 
-    def __init__(self, config: LlamaConfig, tensors: dict[str, Array], max_model_len: int) -> None:
+    def __init__(
+        self,
+        config: LlamaConfig,
+        tensors: dict[str, Array],
+        blocks: dict[str, Blocks],
+        max_model_len: int,
+    ) -> None:
         layers = range(config.num_layers)
-        self.heads, self.eps = config.num_heads, np.float32(config.rms_eps)
+        self.heads, self.ffn, self.eps = config.num_heads, config.ffn_size, config.rms_eps
 
         def layer(i: int, name: str) -> Array:
             return tensors[f"layers.{i}.{name}"]
 
         def stacked(*names: str) -> kernels.Packed:
+            """Some matrices of every layer, one above the other: as they are quantised, if all are."""
+            wanted = [[f"layers.{i}.{name}" for name in names] for i in layers]
+            if all(name in blocks for row in wanted for name in row):
+                return np.stack([_pack_quantised([blocks[n] for n in row]) for row in wanted])
             return np.stack(
-                [kernels.pack(np.concatenate([layer(i, name) for name in names])) for i in layers]
+                [kernels.pack(np.concatenate([tensors[n] for n in row])) for row in wanted]
             )
 
         self.norms = np.stack(
@@ -145,9 +157,16 @@ class _Packed:
                 self.qkv_bias[i, : len(bias)] = bias
         self.out, self.down = stacked("o"), stacked("down")
         gate, up = stacked("gate"), stacked("up")
-        self.gate_up = np.stack([gate, up], axis=2).reshape(*gate.shape[:3], 2 * NB)
+        if gate.shape != up.shape:  # one is quantised, the other is not
+            gate, up = (
+                np.stack([kernels.pack(layer(i, n)) for i in layers]) for n in ("gate", "up")
+            )
+        self.gate_up = np.concatenate([gate, up], axis=2)
         del gate, up
-        self.head = kernels.pack(tensors.get("lm_head", tensors["embed"]))
+        head = "lm_head" if "lm_head" in tensors else "embed"
+        self.head = (
+            kernels.pack_blocks(blocks[head]) if head in blocks else kernels.pack(tensors[head])
+        )
         # A tied embedding is read back out of the panels: a second copy would cost as much as the layers.
         self._embed = None if "lm_head" not in tensors else tensors["embed"]
         self._final_norm = tensors["final_norm"]
@@ -159,14 +178,24 @@ class _Packed:
         """The embedding rows [T, D] of tokens, a fresh array."""
         if self._embed is not None:
             return np.ascontiguousarray(self._embed[token_ids])
-        return kernels.unpack_rows(self.head, token_ids)
+        return kernels.unpack_rows(self.head, len(self._final_norm), token_ids)
 
     def normed(self, x: Array) -> Array:
         """Hidden states behind the final norm, as the vocabulary projection takes them."""
         # One row at a time in float32: numpy sums a row the same way whatever stands beside it.
         mean = np.array([row.dot(row) for row in x], np.float32) / np.float32(x.shape[1])
-        scaled = x / np.sqrt(mean + self.eps)[:, None] * self._final_norm
+        scaled = x / np.sqrt(mean + np.float32(self.eps))[:, None] * self._final_norm
         return np.ascontiguousarray(scaled, np.float32)
+
+
+def _pack_quantised(parts: list[Blocks]) -> kernels.Packed:
+    return kernels.pack_blocks(
+        Blocks(
+            np.concatenate([part.levels for part in parts]),
+            np.concatenate([part.scales for part in parts]),
+            np.concatenate([part.leasts for part in parts]),
+        )
+    )
 
 
 class _BlockTable:

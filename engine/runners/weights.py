@@ -18,12 +18,12 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.runners.gguf_file import GgufFile, bfloat16
+from engine.runners.gguf_file import Blocks, GgufFile, bfloat16
 
 Array = NDArray[np.float32]
 
@@ -94,6 +94,35 @@ def load_llama(path: str | Path) -> tuple[LlamaConfig, dict[str, Array]]:
     config, tensors = _from_folder(path) if path.is_dir() else _from_gguf(path)
     _check_shapes(config, tensors, path)
     return config, tensors
+
+
+def load_blocks(path: str | Path) -> dict[str, Blocks]:
+    """The quantised matrices of a GGUF file, under the same names and in the same order of rows.
+
+    Empty for a folder, and without the tensors that are not quantised in blocks of 32.
+    """
+    path = Path(path)
+    if path.is_dir():
+        return {}
+    file = GgufFile(path)
+    kind = file.meta.get("general.architecture")
+    heads = int(file.meta.get(f"{kind}.attention.head_count", 1))
+    hidden = int(file.meta.get(f"{kind}.embedding_length", 0))
+    head_dim = int(file.meta.get(f"{kind}.attention.key_length", hidden // heads))
+    found = {}
+    for name in file.names:
+        blocks = file.blocks(name)
+        if blocks is None:
+            continue
+        ours = _rename(name, _GGUF_NAMES, _GGUF_LAYER, _GGUF_LAYER_NAMES, path)
+        if kind == "llama" and ours.endswith((".q", ".k")):
+            blocks = Blocks(
+                _halves_apart(blocks.levels, head_dim),
+                _halves_apart(blocks.scales, head_dim),
+                _halves_apart(blocks.leasts, head_dim),
+            )
+        found[ours] = blocks
+    return found
 
 
 def load_safetensors(path: Path) -> dict[str, NDArray[Any]]:
@@ -229,7 +258,10 @@ def _from_gguf(path: Path) -> tuple[LlamaConfig, dict[str, Array]]:
     return config, tensors
 
 
-def _halves_apart(weight: Array, head_dim: int) -> Array:
+_T = TypeVar("_T", bound=np.generic)
+
+
+def _halves_apart(weight: NDArray[_T], head_dim: int) -> NDArray[_T]:
     """Undo GGUF's order of rows in llama's q and k.
 
     There, the two rows that rotary embedding turns into each other are neighbours; here (and in safetensors)

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.runners import KvExhausted, StepInput
-from engine.runners.kernels import NB, pack, product
+from engine.runners.gguf_file import GgufFile
+from engine.runners.kernels import NB, pack, pack_blocks, product, unpack_rows
 from engine.runners.native import NativeRunner, _BlockTable
 
 MAX_ROWS, KV_TOKENS, MAX_LEN = 4, 6 * NB, 5 * NB
@@ -85,6 +86,27 @@ def test_products_equal_numpys(m: int, n: int, k: int, seed: int) -> None:
     one = np.empty_like(y[:1])
     product(x[-1:].copy(), packed, one)
     assert np.array_equal(one[0], y[-1])
+
+
+@pytest.mark.parametrize("name", ["token_embd.weight", "blk.3.ffn_down.weight"])
+def test_quantised_weights_lose_nothing_on_their_way_into_panels(
+    model_path: Path, name: str
+) -> None:
+    file = GgufFile(model_path)
+    blocks, floats = file.blocks(name), file.tensor(name)
+    assert blocks is not None
+    packed = pack_blocks(blocks)
+    rows = np.array([0, 1, NB - 1, NB, len(floats) - 1, 77])
+    k = floats.shape[1]
+    assert np.allclose(unpack_rows(packed, k, rows), floats[rows], rtol=2e-7, atol=1e-8)
+    x = np.random.default_rng(3).standard_normal((11, k), np.float32)
+    y = np.empty((11, packed.shape[0] * NB), np.float32)
+    product(x, packed, y)
+    assert np.allclose(y[:, : len(floats)], x @ floats.T, atol=2e-4 * np.sqrt(k))
+    alone = np.empty_like(y[:1])
+    for row in range(11):
+        product(x[row : row + 1].copy(), packed, alone)
+        assert np.array_equal(alone[0], y[row])
 
 
 _ops = st.lists(

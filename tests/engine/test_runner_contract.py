@@ -254,25 +254,24 @@ def fill(runner: Runner, row: int, size: int, at: int = 0) -> None:
 
 def test_the_kv_books_are_exact(small: Runner) -> None:
     """Exactly kv_tokens fit, a shared prefix counts once, and all of it comes back."""
-    for _ in range(2):
-        fill(small, 0, 150)
-        small.copy(0, 1, 100)
-        small.copy(1, 2, 60)  # a share of a share
-        fill(small, 1, 50, at=100)
-        fill(small, 2, 55, at=60)  # 150 + 50 + 55 = 255
-        with pytest.raises(KvExhausted):
-            small.forward(step((3, 0, words(1, 2))))
-        small.forward(step((3, 0, words(1, 1))))  # the 256th
-        with pytest.raises(KvExhausted):
-            small.forward(step((3, 1, words(1, 1))))
-        small.trim(0, 0)  # gives back 50: its first 100 live on in row 1, the first 60 in row 2 too
-        with pytest.raises(KvExhausted):
-            small.forward(step((3, 1, words(1, 51))))
-        small.forward(step((3, 1, words(1, 50))))
-        for row in range(4):
-            small.trim(row, 0)
-        fill(small, 0, 256)
-        small.trim(0, 0)
+    fill(small, 0, 150)
+    small.copy(0, 1, 100)
+    small.copy(1, 2, 60)  # a share of a share
+    fill(small, 1, 50, at=100)
+    fill(small, 2, 55, at=60)  # 150 + 50 + 55 = 255
+    with pytest.raises(KvExhausted):
+        small.forward(step((3, 0, words(1, 2))))
+    small.forward(step((3, 0, words(1, 1))))  # the 256th
+    with pytest.raises(KvExhausted):
+        small.forward(step((3, 1, words(1, 1))))
+    small.trim(0, 0)  # gives back 50: its first 100 live on in row 1, the first 60 in row 2 too
+    with pytest.raises(KvExhausted):
+        small.forward(step((3, 1, words(1, 51))))
+    small.forward(step((3, 1, words(1, 50))))
+    for row in range(4):
+        small.trim(row, 0)
+    fill(small, 0, 256)
+    small.trim(0, 0)
 
 
 def test_a_full_store_changes_nothing(small: Runner, case: Case) -> None:

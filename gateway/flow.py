@@ -238,7 +238,8 @@ def _note(error: Exception) -> None:
     if not isinstance(error, errors.CandorError):
         log.error("unhandled error in a stream", exc_info=error)
     elif error.http_status >= 500:
-        log.warning("a stream failed: %s", error.message, extra={"reason": error.reason})
+        level = logging.ERROR if error.http_status == 500 else logging.WARNING
+        log.log(level, "a stream failed: %s", error.message, extra={"reason": error.reason})
 
 
 class _Record:

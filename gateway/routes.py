@@ -204,6 +204,10 @@ def _get(
 def refusal(dialect: Dialect, error: Exception) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
     """Status, headers and body of an error response in the dialect's shape."""
     reply = dialect.refusal(error)
+    if reply.status >= 500 and isinstance(error, errors.CandorError):
+        # The client is told little of our own faults, so the whole of it goes to the log.
+        level = logging.ERROR if reply.status == 500 else logging.WARNING
+        log.log(level, "failed: %s", error.message, extra={"reason": error.reason})
     headers = list(JSON_HEADERS)
     if reply.retry_after_s is not None:
         # Whole seconds, rounded up: coming back too early only costs another refusal.

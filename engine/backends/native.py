@@ -154,8 +154,10 @@ class NativeBackend:
         else:
             del self._sinks[request.key]
             self._note_idle()
-            fault = error if isinstance(error, errors.CandorError) else errors.Internal(str(error))
-            self._say(sink, Failed(request.key, fault))
+            if not isinstance(error, errors.CandorError):
+                log.error("a constraint failed to compile", exc_info=error)
+                error = errors.Internal(str(error))
+            self._say(sink, Failed(request.key, error))
 
     def _put(self, command: _Submit | _Abort) -> None:
         with self._wake:

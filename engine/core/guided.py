@@ -113,7 +113,14 @@ class Grammars:
         limits = LLParserLimits(
             initial_lexer_fuel=_LEXER_FUEL, max_grammar_size=_GRAMMAR_SYMBOLS, verbose_errors=False
         )
-        grammar = _grammar(constraint, field)
+        try:
+            grammar = _grammar(constraint, field)
+        except ValueError as error:  # llguidance reads no deeper than some 127 levels
+            raise InvalidArgument(
+                f"{field} cannot be read: {_first_lines(str(error))}",
+                reason="BAD_CONSTRAINT",
+                field=field,
+            ) from None
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
         if matcher.is_error():
             if constraint.whitespace_pattern is not None and not _is_regex(

@@ -28,6 +28,8 @@ from engine.core.types import Logits, SamplingParams, TokenScores
 
 _EPS = 1e-5
 """Penalties and penalty-like numbers nearer to neutral than this are off."""
+_LEAST_REPETITION = 1e-30
+"""Legal are all above 0, but a smaller divisor would leave what float32 holds, also behind the temperature."""
 
 
 class Penalties:
@@ -73,7 +75,7 @@ class Penalties:
         ids, counts = self._ids[: self._size], self._counts[: self._size]
         values = z[ids]
         if self._repeats:
-            r = np.float32(self._repetition)
+            r = np.float32(max(self._repetition, _LEAST_REPETITION))
             values = np.where(values > 0, values / r, values * r)
         if abs(self._frequency) >= _EPS:
             values -= np.float32(self._frequency) * counts

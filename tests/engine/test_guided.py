@@ -180,6 +180,18 @@ def test_what_cannot_be_compiled_is_refused_with_the_place(
     assert caught.value.field == field and words in caught.value.message
 
 
+@pytest.mark.parametrize("depth", [100, 125, 150, 199, 400])
+def test_a_deep_schema_is_compiled_or_refused(grammars: Grammars, depth: int) -> None:
+    text = '{"properties":{"a":' * (depth // 2) + "true" + "}}" * (depth // 2)
+    try:
+        assert grammars.compile(Constraint("json_schema", text)).mask().any()
+    except errors.InvalidArgument as error:
+        assert depth > 110
+        assert error.field == "constraint.json_schema" and "cannot be read" in error.message
+    else:
+        assert depth < 150
+
+
 def test_monsters_are_bounded(grammars: Grammars) -> None:
     schema: dict[str, Any] = {"type": "string"}
     for _ in range(60):

@@ -152,6 +152,22 @@ def test_probabilities_equal_the_plain_computation(
     assert found[one(raw, row).token] > 0
 
 
+@pytest.mark.parametrize("repetition", [5e-324, 1e-300, 1e-38, 1e-20])
+@pytest.mark.parametrize("temperature", [0.0, 0.01, 1.0])
+def test_the_smallest_repetition_penalties_leave_numbers(
+    repetition: float, temperature: float
+) -> None:
+    raw = make_logits(1, 6.0)
+    raw[3], raw[4], raw[5] = 2.0, -2.0, 0.0
+    p = SamplingParams(
+        repetition_penalty=repetition, temperature=temperature, allowed_token_ids=(3, 4, 9)
+    )
+    rules = Rules.of(p, num_logprobs=2)
+    sampled = one(raw, Row(rules, 0, 0, Penalties(p, [3, 4, 5, 6])))
+    assert sampled.token == 3
+    assert sampled.scores is not None and np.isfinite(sampled.scores.logprobs[0])
+
+
 def test_sampling_follows_the_distribution() -> None:
     raw = make_logits(1, 1.5)
     for p in (SamplingParams(), SamplingParams(top_k=9), SamplingParams(top_p=0.7)):

@@ -22,6 +22,9 @@ _NEAR, _FEW = 4.0, 2000
 _BUCKETS, _PER_UNIT = 512, 16
 """Otherwise by buckets: how many, and how many per unit of logit."""
 
+_HOTTEST = 1e38
+"""Legal is any temperature, but what float32 holds as infinity would turn a masked -inf into no number."""
+
 
 class Distribution:
     """A row behind temperature and truncation. `z` is relative to the row's maximum.
@@ -40,7 +43,7 @@ class Distribution:
         self._weights: Logits | None = None
         if not params.is_greedy:
             if params.temperature != 1.0:
-                z /= np.float32(params.temperature)
+                z /= np.float32(min(params.temperature, _HOTTEST))
             self.z = z
             self.kept = self._truncate(params)
         self.z = z

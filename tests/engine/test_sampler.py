@@ -168,6 +168,15 @@ def test_the_smallest_repetition_penalties_leave_numbers(
     assert sampled.scores is not None and np.isfinite(sampled.scores.logprobs[0])
 
 
+@pytest.mark.parametrize("temperature", [1e30, 1e39, 1e308])
+def test_any_heat_is_uniform_over_what_is_allowed(temperature: float) -> None:
+    p = SamplingParams(temperature=temperature, allowed_token_ids=(3, 9, 11, 40), top_p=0.99)
+    found = distribution(
+        make_logits(1, 6.0), Row(Rules.of(p, num_logprobs=VOCAB), 0, 0, Penalties(p, []))
+    )
+    assert np.allclose(found[[3, 9, 11, 40]], 0.25)
+
+
 def test_sampling_follows_the_distribution() -> None:
     raw = make_logits(1, 1.5)
     for p in (SamplingParams(), SamplingParams(top_k=9), SamplingParams(top_p=0.7)):

@@ -41,7 +41,7 @@ def conversation(request: ChatRequest, default_template: str | None = None) -> C
         chat_template=request.chat_template or default_template,
         template_kwargs_json=to_json(kwargs, "chat_template_kwargs") if kwargs else None,
         add_special_tokens=request.add_special_tokens,
-        truncate_to=request.truncate_prompt_tokens,
+        truncate_to=_cut(request.truncate_prompt_tokens),
     )
 
 
@@ -88,7 +88,7 @@ def prompts(request: CompletionRequest) -> list[Text | Ids]:
         raise DialectError("suffix is not currently supported", field="suffix")
     constraint(request)  # a wrong guide is told before anything about the prompts
     return _prompts(
-        request.prompt, "prompt", request.add_special_tokens, request.truncate_prompt_tokens
+        request.prompt, "prompt", request.add_special_tokens, _cut(request.truncate_prompt_tokens)
     )
 
 
@@ -140,6 +140,11 @@ def _prompts(
         _check_not_negative(ids, field if is_one else f"{field}[{index}]")
         found.append(Ids(tuple(ids[-truncate_to:] if truncate_to else ids)))
     return found
+
+
+def _cut(truncate_to: int | None) -> int | None:
+    """A bound that no prompt can reach is none; it may be a number that no message between services holds."""
+    return None if truncate_to is None or truncate_to > _MAX_ID else truncate_to
 
 
 def _check_not_negative(ids: Sequence[int], where: str) -> None:

@@ -31,6 +31,7 @@ _NAMES = {
     "/tokenize": ("Text or conversation to token ids", "TokenizeRequest"),
     "/detokenize": ("Token ids to text", "DetokenizeRequest"),
 }
+_STREAMED = ("/v1/chat/completions", "/v1/completions")
 
 
 class Api:
@@ -57,13 +58,22 @@ class Api:
         summary, schema = _NAMES[path]
         content = {"schema": {"$ref": f"#/components/schemas/{schema}"}}
         body = {"required": True, "content": {"application/json": content}}
+        error = {"schema": {"$ref": "#/components/schemas/ErrorResponse"}}
+        answers = {"application/json": {"schema": {"type": "object"}}}
+        if path in _STREAMED:
+            answers["text/event-stream"] = {"schema": {"type": "string"}}
+        replies = {
+            "200": {"content": answers},
+            "401": {"description": "No key, or a wrong one"},
+            "default": {"description": "Refusal", "content": {"application/json": error}},
+        }
         router.add_api_route(
             path,
             handler,
             methods=["POST"],
             summary=summary,
             response_class=Response,
-            openapi_extra={"requestBody": body},
+            openapi_extra={"requestBody": body, "responses": replies},
         )
 
     async def chat(self, request: Request) -> Response:

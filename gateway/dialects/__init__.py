@@ -246,7 +246,7 @@ class Dialect(Protocol):
 
     def request_schemas(self) -> Mapping[str, Mapping[str, Any]]:
         """Name → JSON schema for the OpenAPI document: ChatRequest, CompletionRequest, EmbeddingRequest,
-        TokenizeRequest and DetokenizeRequest are the bodies."""
+        TokenizeRequest and DetokenizeRequest are the bodies, ErrorResponse is every refusal's."""
         ...
 
 

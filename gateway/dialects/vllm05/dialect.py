@@ -30,6 +30,7 @@ from gateway.dialects.vllm05.completions import (
     CompletionStyle,
 )
 from gateway.dialects.vllm05.errors import (
+    ERROR_SCHEMA,
     DialectError,
     embedding_disabled,
     from_candor,
@@ -104,7 +105,7 @@ class Vllm05:
         return isinstance(error, DialectError) and error.in_band
 
     def request_schemas(self) -> Mapping[str, Mapping[str, Any]]:
-        """Name → JSON schema, request bodies and what they refer to."""
+        """Name → JSON schema: request bodies and what they refer to, and the error object."""
         forms = (requests.TokenizeCompletionRequest, requests.TokenizeChatRequest)
         bodies = (
             requests.ChatRequest,
@@ -117,7 +118,7 @@ class Vllm05:
         _, document = models_json_schema([(b, "validation") for b in bodies], ref_template=where)
         found: dict[str, Mapping[str, Any]] = dict(document["$defs"])
         any_of = [{"$ref": where.format(model=form.__name__)} for form in forms]
-        return {**found, "TokenizeRequest": {"anyOf": any_of}}
+        return {**found, "TokenizeRequest": {"anyOf": any_of}, "ErrorResponse": ERROR_SCHEMA}
 
 
 def _dialect_error(error: Exception) -> DialectError:

@@ -47,6 +47,20 @@ _UNAVAILABLE_MESSAGE = "Service temporarily unavailable"
 _ADDRESS = re.compile(r"\b(ipv4|ipv6|unix|dns):|\berrno\b|:\d{2,5}\b", re.IGNORECASE)
 """Shows that a text was written by a transport for its operator, not by us for a client."""
 
+ERROR_SCHEMA: Mapping[str, Any] = {
+    "type": "object",
+    "properties": {
+        "object": {"const": "error"},
+        "message": {"type": "string"},
+        "type": {"enum": [*TYPES.values()]},
+        "param": {"type": "null"},
+        "code": {"type": "integer"},
+    },
+    "required": ["object", "message", "type", "param", "code"],
+    "additionalProperties": False,
+}
+"""The error object as JSON schema."""
+
 
 class DialectError(Exception):
     """An error in this dialect's own words."""

@@ -28,3 +28,12 @@ def scripted(model_path: Path) -> Iterator[Running]:
     arguments = ["--served-model-name", "synthetic", "--runner", "synthetic", "--slots", "8"]
     with candor_stack(model_path, workers=2, arguments=arguments) as stack:
         yield stack
+
+
+@pytest.fixture(scope="session")
+def exact(model_path: Path) -> Iterator[Running]:
+    """The default model, computed by the runner whose numbers do not depend on what else is in the batch."""
+    arguments = ["--served-model-name", "smollm2-135m", "--runner", "native", "--threads", "1"]
+    arguments += ["--max-model-len", str(MAX_MODEL_LEN)]
+    with candor_stack(model_path, arguments=arguments) as stack:
+        yield stack

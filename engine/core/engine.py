@@ -398,7 +398,15 @@ class Engine:
             self._finish_beam(state, beam)
 
     def _finish_beam(self, state: RequestState, beam: BeamSearch) -> None:
-        for choice, found in enumerate(beam.best()):
+        best, wanted = beam.best(), state.request.sampling.n
+        if len(best) < wanted:
+            # Beams differ from each other, and a constraint may leave fewer answers than were asked for.
+            raise errors.InvalidArgument(
+                f"beam search found {len(best)} of n={wanted} answers; what is allowed leaves no more",
+                reason="TOO_FEW_ANSWERS",
+                field="n",
+            )
+        for choice, found in enumerate(best):
             reason = found.verdict.reason
             assert reason is not None, "a hypothesis has ended"
             end = ChoiceEnd(reason, found.verdict.cause, found.cumulative_logprob)

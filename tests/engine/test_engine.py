@@ -479,6 +479,23 @@ def test_stop_strings_end_beams() -> None:
     assert ("stop", "b") in [got.reason(c) for c in (0, 1)]
 
 
+def test_fewer_beams_than_answers_wanted_are_refused() -> None:
+    made = request(
+        temperature=0,
+        use_beam_search=True,
+        n=2,
+        best_of=3,
+        max_tokens=4,
+        ignore_eos=True,
+        allowed_token_ids=(97,),
+    )
+    error = answer(made, runner=ScriptedRunner(letters)).error
+    assert isinstance(error, errors.InvalidArgument)
+    assert error.field == "n" and "found 1 of n=2 answers" in error.message
+    alone = dataclasses.replace(made, sampling=dataclasses.replace(made.sampling, n=1))
+    assert answer(alone, runner=ScriptedRunner(letters)).text() == "aaaa"
+
+
 # --- resume ---
 
 

@@ -103,6 +103,7 @@ DECISIONS = (
     "A guided field together with a named tool is a 400 (`You can only either use guided decoding or tools,"
     " not both.`): the original has this check, but it cannot be reached there.",
     "An empty guided_choice is a 400: it allows no answer at all.",
+    "Beams differ from each other: where a guide allows fewer answers than n, the request is a 400.",
     "Both names of guided_decoding_backend mean the one guiding engine that there is, so white space and"
     " number formats follow that engine; an unknown name is refused as in the original.",
     "Empty messages are a 400 that says so, whatever the template would make of them.",

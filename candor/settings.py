@@ -14,11 +14,17 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import difflib
+import logging
 import os
 import sys
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
+
+from candor.variables import VARIABLES
+
+log = logging.getLogger("candor.settings")
 
 C = TypeVar("C")
 PREFIX = "CANDOR_"
@@ -78,9 +84,24 @@ def load(
     parser = _parser(cls, prog)
     given = vars(parser.parse_args(argv))
     try:
+        check_variables(environ, [row[1] for row in describe(cls)])
         return resolve(cls, given, environ)
     except SettingError as error:
         parser.exit(2, f"{prog}: {error}\n")
+
+
+def check_variables(environ: Mapping[str, str], own: Sequence[str] = ()) -> None:
+    """Refuse a CANDOR_ variable that nobody reads, if it looks like one that is meant to be read.
+
+    Raises SettingError. A process sees its neighbours' variables too, so it knows all their names.
+    """
+    known = {*VARIABLES, *own}
+    for name in sorted(environ):
+        if name.startswith(PREFIX) and name not in known:
+            close = difflib.get_close_matches(name, known, n=1, cutoff=0.85)
+            if close:
+                raise SettingError(f"{name} is no setting; did you mean {close[0]}?")
+            log.warning("a variable that is no setting", extra={"variable": name})
 
 
 def resolve(

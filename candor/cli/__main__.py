@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -19,7 +20,7 @@ from candor import __version__, rpc
 from candor.cli import chat as chat_command
 from candor.cli import models as store
 from candor.cli import serve as serve_command
-from candor.settings import SettingError, host_port
+from candor.settings import SettingError, check_variables, host_port
 from candor.v1 import engine_pb2, scheduler_pb2, scheduler_pb2_grpc
 
 app = typer.Typer(
@@ -45,6 +46,24 @@ PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_optio
 def _fail(message: str, code: int = 1) -> typer.Exit:
     console.print(f"candor: {message}", style="red", markup=False)
     return typer.Exit(code)
+
+
+def _check_address(option: str, address: str) -> None:
+    try:
+        host_port(address)
+    except SettingError as error:
+        raise SettingError(f"--{option}: {error}, such as 127.0.0.1:8000") from None
+
+
+def _print_table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """A table that wraps in a narrow terminal and never cuts a word that is needed elsewhere."""
+    table = Table()
+    for head in heads:
+        table.add_column(head, overflow="fold")
+    for row in rows:
+        table.add_row(*(str(value) for value in row))
+    out = Console()
+    out.print(table) if out.is_terminal else Console(width=200).print(table)
 
 
 def _pull(name: str) -> Path:
@@ -87,7 +106,12 @@ def serve(
         ),
     ] = 0,
     runner: Annotated[
-        str, typer.Option(envvar="CANDOR_RUNNER", help="How workers compute (see candor engine).")
+        str,
+        typer.Option(
+            envvar="CANDOR_RUNNER",
+            help="How workers compute: auto (the faster of the next two), native, llamacpp,"
+            " reference or synthetic.",
+        ),
     ] = "auto",
     max_model_len: Annotated[
         int,
@@ -117,8 +141,10 @@ def serve(
     the like.
     """
     try:
-        for address in (http, scheduler, tokenizer, engine):
-            host_port(address)
+        check_variables(os.environ)
+        addresses = {"http": http, "scheduler": scheduler, "tokenizer": tokenizer, "engine": engine}
+        for option, address in addresses.items():
+            _check_address(option, address)
         path = _pull(model) if model in store.KNOWN else store.resolve(model)
     except (store.ModelError, SettingError) as error:
         raise _fail(str(error), 2 if isinstance(error, SettingError) else 1) from None
@@ -145,12 +171,12 @@ def serve(
 @models_app.command("list")
 def models_list() -> None:
     """Known models, and whether they are here."""
-    table = Table("name", "kind", "size", "license", "package", "here")
+    rows: list[list[object]] = []
     for model in store.KNOWN.values():
         here = str(store.path_of(model.name)) if store.is_present(model.name) else "no"
         size = f"{model.size_bytes / 1e6:.0f} MB"
-        table.add_row(model.name, model.kind, size, model.license, model.package, here)
-    Console().print(table)
+        rows.append([model.name, model.kind, size, model.license, model.package, here])
+    _print_table(["name", "kind", "size", "license", "package", "here"], rows)
 
 
 @models_app.command("pull")
@@ -175,7 +201,8 @@ def workers(
         known = asyncio.run(serve_command.list_workers(scheduler, timeout_s=5))
     except grpc.RpcError as error:
         raise _fail(
-            f"the scheduler at {scheduler} does not answer: {rpc.from_rpc_error(error)}"
+            f"no scheduler answers at {scheduler} ({error.code().name.lower()}): start one with"
+            " `candor serve`, or name another with --scheduler"
         ) from None
     rows = [
         {
@@ -188,16 +215,14 @@ def workers(
             "running": w.load.num_running,
             "waiting": w.load.num_waiting,
             "slots": w.info.slots,
+            "runner": w.info.runner,
         }
         for w in known
     ]
     if as_json:
         print(json.dumps(rows, indent=2))
         return
-    table = Table(*(rows[0] if rows else ["no workers"]))
-    for row in rows:
-        table.add_row(*(str(value) for value in row.values()))
-    Console().print(table)
+    _print_table(list(rows[0]) if rows else ["no workers"], [list(row.values()) for row in rows])
 
 
 @workers_app.command("drain")

@@ -67,7 +67,10 @@ def _first_model(client: httpx.Client) -> str:
     try:
         reply = client.get("/v1/models")
     except httpx.HTTPError as error:
-        raise ChatError(f"no gateway at {client.base_url}: {error}") from None
+        raise ChatError(
+            f"no gateway at {client.base_url} ({error}): start one with `candor serve`, or name"
+            " another with --url"
+        ) from None
     _check(reply.status_code, reply.text)
     served = reply.json()["data"]
     if not served:

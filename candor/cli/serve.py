@@ -6,7 +6,7 @@ import asyncio
 import os
 import socket
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -145,11 +145,11 @@ def _dialable(address: str) -> str:
     return f"{'127.0.0.1' if host in ('', '0.0.0.0', '::') else host}:{port}"
 
 
-def busy_addresses(plan: Plan) -> list[str]:
-    """Addresses of the plan at which somebody listens already."""
-    wanted = [plan.http, plan.scheduler, plan.tokenizer]
-    wanted += [plan.engine_address(index) for index in range(plan.workers)]
-    return [address for address in wanted if not _can_bind(address)]
+def busy_addresses(plan: Plan) -> dict[str, str]:
+    """Addresses of the plan at which somebody listens already → the option that moves each."""
+    wanted = {plan.http: "--http", plan.scheduler: "--scheduler", plan.tokenizer: "--tokenizer"}
+    wanted |= {plan.engine_address(index): "--engine" for index in range(plan.workers)}
+    return {address: flag for address, flag in wanted.items() if not _can_bind(address)}
 
 
 def _can_bind(address: str) -> bool:
@@ -177,6 +177,7 @@ class _Screen:
 
     def __init__(self, console: Console) -> None:
         self._console = console
+        self.is_stopping = False
 
     def changed(self, service: Service, status: Status) -> None:
         words = Text.assemble(
@@ -191,6 +192,8 @@ class _Screen:
         self._console.print(words)
 
     def line(self, service: Service, line: str) -> None:
+        if self.is_stopping:
+            return  # what services say of each other's leaving is no news now
         if '"level": "error"' in line or '"level": "warning"' in line:
             self._console.print(Text(f"{service.name:<12}{readable(line)}", "yellow"))
 
@@ -198,7 +201,12 @@ class _Screen:
 async def serve(plan: Plan, console: Console) -> int:
     """Run the plan until a signal. Returns the exit code."""
     if busy := busy_addresses(plan):
-        console.print(f"[red]already in use:[/] {', '.join(busy)} (is another stack running?)")
+        listed = ", ".join(f"{address} ({flag})" for address, flag in busy.items())
+        console.print(
+            f"[red]already in use:[/] {listed}. Is another stack running? Each option in brackets"
+            " takes another host:port.",
+            soft_wrap=True,
+        )
         return 1
     screen = _Screen(console)
     supervisor = Supervisor(
@@ -216,7 +224,8 @@ async def serve(plan: Plan, console: Console) -> int:
         await asyncio.wait({signalled, starting}, return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
             await starting
-            _greet(plan, console)
+            known = await list_workers(plan.scheduler, timeout_s=5)
+            _greet(plan, sorted({w.info.runner for w in known}), console)
             await signalled
     except StartFailed as failure:
         console.print(f"[red]{failure}[/]", highlight=False)
@@ -225,23 +234,25 @@ async def serve(plan: Plan, console: Console) -> int:
         starting.cancel()
         signalled.cancel()
         console.print("stopping", style="dim")
+        screen.is_stopping = True
         await supervisor.stop()
     return code
 
 
-def _greet(plan: Plan, console: Console) -> None:
+def _greet(plan: Plan, runners: Sequence[str], console: Console) -> None:
     url = f"http://{_dialable(plan.http)}"
     console.print(
         f"\nserving [bold]{plan.model_name}[/] on [bold]{url}[/]"
-        f" ({plan.workers} worker{'s' if plan.workers > 1 else ''} x {plan.slots} slots;"
+        f" ({plan.workers} worker{'s' if plan.workers > 1 else ''} x {plan.slots} slots,"
+        f" computed by {', '.join(runners)};"
         f" logs in {plan.log_dir}). Try:\n",
         highlight=False,
         soft_wrap=True,
     )
     print(
         f"curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' -d '"
-        f'{{"model": "{plan.model_name}", "stream": true, "messages": '
-        '[{"role": "user", "content": "What is the capital of France?"}]}\'\n',
+        f'{{"model": "{plan.model_name}", "stream": true, "max_tokens": 64, "messages": '
+        '[{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]}\'\n',
         flush=True,
     )
 

@@ -19,6 +19,9 @@ from engine.runners import Runner, StepInput
 log = logging.getLogger("engine.runners.auto")
 
 PROMPT_TOKENS, TIMED_STEPS = 16, 6
+MARGIN = 1.3
+"""How much slower the native runner may be and still be taken: its answers do not depend on the batch, and a
+noisy moment must not change which runner, and so which answers, the next start gives."""
 MEMORY_SHARE = 0.5
 """Most of the free memory that float32 weights may take."""
 FLOAT32_PER_FILE_BYTE = 8.0
@@ -26,10 +29,10 @@ FLOAT32_PER_FILE_BYTE = 8.0
 
 
 def choose(model_path: str, slots: int, load: Callable[[str], Runner]) -> Runner:
-    """The loaded runner that decodes `slots` rows fastest; `load` opens one by name.
+    """The loaded runner that decodes `slots` rows fastest, or the native one within MARGIN of it.
 
-    Only models of a family that the native runner knows, and small enough for it, are timed: the others
-    get llamacpp. Raises ValueError when not even llamacpp takes the file.
+    `load` opens one by name. Only models of a family that the native runner knows, and small enough for it,
+    are timed: the others get llamacpp. Raises ValueError when not even llamacpp takes the file.
     """
     needed = _size(Path(model_path)) * FLOAT32_PER_FILE_BYTE
     if needed > MEMORY_SHARE * _free_memory():
@@ -43,7 +46,8 @@ def choose(model_path: str, slots: int, load: Callable[[str], Runner]) -> Runner
     except ValueError as reason:
         return _picked(native, str(reason))
     times = {runner.name: _step_s(runner, slots) for runner in (native, other)}
-    fastest, slowest = (native, other) if times["native"] <= times["llamacpp"] else (other, native)
+    is_native = times["native"] <= MARGIN * times["llamacpp"]
+    fastest, slowest = (native, other) if is_native else (other, native)
     slowest.close()
     shown = ", ".join(f"{name} {slots / s:.0f} tokens/s" for name, s in times.items())
     return _picked(fastest, f"{slots} rows: {shown}")

@@ -82,3 +82,16 @@ def test_an_address_without_a_port_is_refused(address: str) -> None:
 
 def test_addresses_are_split_at_the_last_colon() -> None:
     assert host_port("[::1]:8000") == ("::1", 8000)
+
+
+def test_a_mistyped_variable_stops_the_process_and_is_told_its_name(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        load(Config, prog="svc", argv=[], environ={"CANDOR_SLTS": "3"})
+    assert caught.value.code == 2
+    assert capsys.readouterr().err == "svc: CANDOR_SLTS is no setting; did you mean CANDOR_SLOTS?\n"
+
+
+def test_a_variable_of_a_neighbour_is_nothing_to_complain_about() -> None:
+    assert load(Config, prog="svc", argv=[], environ={"CANDOR_LEASE_MS": "5000"}).slots == 8

@@ -76,6 +76,8 @@ class Endpoint:
     """What becomes of fields that are not declared."""
     known_unknowns: tuple[str, ...] = ()
     """Undeclared fields that clients of other servers send, listed because people look for them."""
+    parts: tuple[Declaration, ...] = ()
+    """Keys of nested objects that are no models: `outer.inner`, declared beside them."""
 
     def declarations(self) -> list[Declaration]:
         """Every declared field, nested ones as `outer.inner`, in the order of the models."""
@@ -83,6 +85,8 @@ class Endpoint:
         for model in self.models:
             for declaration in _declarations(model, ""):
                 found.setdefault(declaration.name, declaration)
+                inner = f"{declaration.name}."
+                found |= {part.name: part for part in self.parts if part.name.startswith(inner)}
         return list(found.values())
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from gateway.dialects import fields
-from gateway.dialects.fields import Endpoint, Rule
+from gateway.dialects.fields import Declaration, Endpoint, Rule
 from gateway.dialects.vllm05.requests import (
     ChatRequest,
     CompletionRequest,
@@ -54,12 +54,42 @@ def _unknown(*proof: str) -> Rule:
     return Rule(_UNKNOWN, proof, status="refused")
 
 
+def _lost(name: str, kind: str, roles: str) -> Declaration:
+    says = f"Legal in {roles} and checked; no template sees it."
+    rule = Rule(says, ("test_accepted_fields_change_nothing",), "", "accepted")
+    return Declaration(f"messages.{name}", kind, None, rule)
+
+
+_MESSAGE_KEYS = (
+    Declaration(
+        "messages.role",
+        "string",
+        fields.REQUIRED,
+        Rule("Who speaks; any word that the template knows.", ("chat-custom-role",)),
+    ),
+    Declaration(
+        "messages.content",
+        "string or list of object or null",
+        None,
+        Rule(
+            "What is said. Parts of type text are joined with line breaks; other types are a 400.",
+            ("chat-parts-joined", "chat-null-assistant-dropped"),
+        ),
+    ),
+    _lost("name", "string or null", "every role but tool"),
+    _lost("tool_calls", "list of object or null", "assistant turns"),
+    _lost("function_call", "object or null", "assistant turns"),
+    _lost("refusal", "string or null", "assistant turns"),
+    _lost("tool_call_id", "string", "tool turns"),
+)
+
 ENDPOINTS = (
     Endpoint(
         "POST /v1/chat/completions",
         (ChatRequest,),
         _unknown("extra-chat", "extra-nested-stream-options", "type-two-errors"),
         (*_NEVER_FIELDS, "prompt", "suffix", "allowed_token_ids"),
+        _MESSAGE_KEYS,
     ),
     Endpoint(
         "POST /v1/completions",
@@ -88,6 +118,7 @@ ENDPOINTS = (
         (TokenizeCompletionRequest, TokenizeChatRequest),
         _unknown("tok-prompt-agp", "test_unknown_fields_are_refused_everywhere"),
         ("tools", "chat_template", "documents"),
+        _MESSAGE_KEYS,
     ),
     Endpoint("POST /detokenize", (DetokenizeRequest,), _unknown("detok-extra")),
 )

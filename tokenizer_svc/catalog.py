@@ -10,6 +10,7 @@ from pathlib import Path
 from candor.errors import InvalidArgument, NotFound
 from tokenizer_svc.chat_template import NO_TEMPLATE, ChatTemplate, TemplateLimits
 from tokenizer_svc.codec import Codec, open_codec
+from tokenizer_svc.markers import Markers
 
 log = logging.getLogger("tokenizer_svc")
 
@@ -20,6 +21,7 @@ class LoadedModel:
 
     name: str
     codec: Codec
+    markers: Markers
     own_template: ChatTemplate | InvalidArgument
     """The compiled template, or why there is none: said to whoever asks for a chat."""
 
@@ -37,12 +39,15 @@ class Catalog:
         """Load all. Raises ValueError, naming the model, for one that cannot be loaded."""
         self._models: dict[str, LoadedModel] = {}
         codecs: dict[Path, Codec] = {}
+        markers: dict[Path, Markers] = {}
         for name, path in paths.items():
             try:
                 codec = codecs[path] = codecs.get(path) or open_codec(path)
             except ValueError as error:
                 raise ValueError(f"model {name!r}: {error}") from error
-            self._models[name] = LoadedModel(name, codec, _own_template(name, codec, limits))
+            markers[path] = markers.get(path) or Markers(codec)
+            template = _own_template(name, codec, limits)
+            self._models[name] = LoadedModel(name, codec, markers[path], template)
 
     def __iter__(self) -> Iterator[LoadedModel]:
         return iter(self._models.values())

@@ -5,8 +5,8 @@ that carries the template's own words and none of its source. Renders what it is
 dialect drops was decided before. It bounds what comes out; time and memory of a template that a stranger
 sent are bounded by `template_pool`, which runs it in a process of its own.
 
-Message texts go into the prompt as they are, so a message that spells a control token writes that token.
-That is how these templates behave everywhere; a server that needs it otherwise has to filter messages.
+Message texts go into the prompt as they are; that one which spells a control token does not write that token
+is the business of `markers`.
 """
 
 from __future__ import annotations

@@ -45,6 +45,16 @@ class Codec(Protocol):
         ...
 
     @property
+    def prefix_ids(self) -> tuple[int, ...]:
+        """What `add_special_tokens` puts in front of a text."""
+        ...
+
+    @property
+    def suffix_ids(self) -> tuple[int, ...]:
+        """What it puts behind a text."""
+        ...
+
+    @property
     def strips_leading_space(self) -> bool:
         """Whether a decoded text loses its first character if that is a space."""
         ...
@@ -69,9 +79,8 @@ class Codec(Protocol):
     ) -> list[int]:
         """The token ids of `text`.
 
-        `parse_special`: text that spells a control token becomes that token. It is on wherever this stack
-        encodes (that is what Hugging Face does, and rendered chat templates need it), so a user who writes
-        `<|im_end|>` writes the token.
+        `parse_special`: text that spells a control token becomes that token, as Hugging Face has it. It is
+        on for prompts and for what a chat template writes, off for what messages spell (see `markers`).
         """
         ...
 

@@ -17,6 +17,7 @@ from candor.v1 import inference_pb2, tokenizer_pb2, tokenizer_pb2_grpc
 from tokenizer_svc.catalog import Catalog, LoadedModel
 from tokenizer_svc.chat_template import Conversation
 from tokenizer_svc.config import Config
+from tokenizer_svc.markers import Rendered
 from tokenizer_svc.template_pool import TemplatePool
 
 T = TypeVar("T")
@@ -43,7 +44,8 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServiceServicer):
         """Texts → ids."""
         model = self._catalog.get(request.model)
         add_special = _or(request, "add_special_tokens", True)
-        sequences = await self._encode(model, request.texts, add_special, "texts", _cut(request))
+        texts = [Rendered(text) for text in request.texts]
+        sequences = await self._encode(model, texts, add_special, "texts", _cut(request))
         return tokenizer_pb2.EncodeResponse(
             sequences=[inference_pb2.TokenIds(ids=ids) for ids in sequences],
             fingerprint=model.codec.fingerprint,
@@ -60,7 +62,7 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServiceServicer):
         return tokenizer_pb2.EncodeChatResponse(
             sequences=[inference_pb2.TokenIds(ids=ids) for ids in sequences],
             fingerprint=model.codec.fingerprint,
-            texts=texts if request.return_texts else (),
+            texts=[text.shown for text in texts] if request.return_texts else (),
         )
 
     async def Decode(
@@ -84,9 +86,10 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServiceServicer):
         """How many ids texts and conversations become; special tokens as in Encode and EncodeChat."""
         model = self._catalog.get(request.model)
         rendered = await self._render(model, request.conversations)
+        texts = [Rendered(text) for text in request.texts]
         sequences = [
             *await self._encode(
-                model, request.texts, _or(request, "add_special_tokens", True), "texts", None
+                model, texts, _or(request, "add_special_tokens", True), "texts", None
             ),
             *await self._encode(
                 model, rendered, _or(request, "add_special_tokens", False), "messages", None
@@ -108,36 +111,37 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServiceServicer):
 
     async def _render(
         self, model: LoadedModel, chats: Sequence[inference_pb2.ChatPrompt]
-    ) -> list[str]:
+    ) -> list[Rendered]:
         self._check_batch(len(chats), "conversations")
         texts = []
         for chat in chats:
             size = chat.ByteSize()
             self._check_size(size, "messages")
-            conversation = _conversation(chat)
+            hide = partial(model.markers.hide, _conversation(chat))
+            conversation, spelled = await self._run(size, hide)
             if chat.chat_template:
                 tokens = model.codec.special_tokens
                 text = await self._templates.render(chat.chat_template, tokens, conversation)
             else:
                 text = await self._run(size, partial(model.template().render, conversation))
-            texts.append(text)
+            texts.append(Rendered(text, spelled))
         return texts
 
     async def _encode(
         self,
         model: LoadedModel,
-        texts: Sequence[str],
+        texts: Sequence[Rendered],
         add_special_tokens: bool,
         field: str,
         truncate_to: int | None,
     ) -> list[list[int]]:
         self._check_batch(len(texts), field)
-        sizes = [len(text.encode()) for text in texts]
+        sizes = [len(text.shown.encode()) for text in texts]
         self._check_size(max(sizes, default=0), field)
         codec = model.codec
 
         def work() -> list[list[int]]:
-            sequences = [codec.encode(text, add_special_tokens) for text in texts]
+            sequences = [model.markers.encode(text, add_special_tokens) for text in texts]
             if truncate_to is None:
                 return sequences
             return [

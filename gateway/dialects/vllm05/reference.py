@@ -139,6 +139,9 @@ DECISIONS = (
     " number formats follow that engine; an unknown name is refused as in the original.",
     "Empty messages are a 400 that says so, whatever the template would make of them.",
     "Token ids above the vocabulary in a prompt are a 400 that names the prompt.",
+    "A message, tool or document that spells a control token (`<|im_end|>`) writes its letters: only the"
+    " template opens and closes turns. In the original a user's text can. In prompts of completions it is the"
+    " token, as there.",
     "Images and audio are a 400: the models served here read text only.",
     "A request has at most 1024 sequences (best_of times the number of prompts); the original has no bound.",
     "Rejected values are echoed up to 16,384 characters of a message, at most 64 errors are listed, and a"

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench.stack import Running, candor_stack
+from tests.fakes.door import Door
 
 MAX_MODEL_LEN = 1024
 """Small, so that requests near the context limit stay cheap on the real model."""
@@ -37,3 +38,11 @@ def exact(model_path: Path) -> Iterator[Running]:
     arguments += ["--max-model-len", str(MAX_MODEL_LEN)]
     with candor_stack(model_path, arguments=arguments) as stack:
         yield stack
+
+
+@pytest.fixture
+def door(exact: Running) -> Iterator[Door]:
+    """A client of `exact`."""
+    client = Door(exact)
+    yield client
+    client.close()

@@ -18,7 +18,11 @@ _FIRST_PORT = 50100
 class Config:
     """An engine worker: one model on one card, many sequences at a time."""
 
-    model: str = setting("", "the model's weights: a GGUF file", unit="path")
+    model: str = setting(
+        "",
+        "the model's weights: a GGUF file, or the folder of a BERT sentence encoder (such a worker embeds)",
+        unit="path",
+    )
     model_name: str = setting("", "the name answers carry; the file's name when empty")
     served_aliases: tuple[str, ...] = setting((), "further names requests may use", unit="name,...")
     runner: str = setting(

@@ -36,6 +36,28 @@ class Served:
     fingerprint: str
 
 
+def check_request(
+    request: inference_pb2.GenerateRequest | inference_pb2.EmbedRequest,
+    served: Served,
+    is_draining: bool,
+) -> None:
+    """Whether a request came to the right worker. Raises Unavailable, NotFound, FailedPrecondition."""
+    if is_draining:
+        raise errors.Unavailable("the worker finishes what it has and leaves", reason="DRAINING")
+    if request.HasField("model") and request.model not in served.names:
+        raise errors.NotFound(
+            f"this worker serves {', '.join(served.names)}, not {request.model!r}", field="model"
+        )
+    theirs = request.tokenizer_fingerprint
+    if request.HasField("tokenizer_fingerprint") and theirs != served.fingerprint:
+        raise errors.FailedPrecondition(
+            f"the token ids were made by tokenizer {theirs[:12]}, this worker's is"
+            f" {served.fingerprint[:12]}",
+            reason="TOKENIZER_MISMATCH",
+            field="tokenizer_fingerprint",
+        )
+
+
 class EngineService(engine_pb2_grpc.EngineServiceServicer):
     """The worker's door."""
 
@@ -104,7 +126,7 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
     def _submit(self, submit: engine_pb2.Submit, stream: _Stream) -> None:
         key = stream.open(self._backend.next_key(), submit.handle)
         try:
-            self._check(submit.request)
+            check_request(submit.request, self._served, self._is_draining())
             request = translate.request_from_pb(
                 submit.request, key, now=time.monotonic(), unix_ms=round(time.time() * 1000)
             )
@@ -112,25 +134,6 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
             stream.refuse(key, error)
             return
         self._backend.submit(request, stream)
-
-    def _check(self, request: inference_pb2.GenerateRequest) -> None:
-        if self._is_draining():
-            raise errors.Unavailable(
-                "the worker finishes what it has and leaves", reason="DRAINING"
-            )
-        if request.HasField("model") and request.model not in self._served.names:
-            raise errors.NotFound(
-                f"this worker serves {', '.join(self._served.names)}, not {request.model!r}",
-                field="model",
-            )
-        theirs = request.tokenizer_fingerprint
-        if request.HasField("tokenizer_fingerprint") and theirs != self._served.fingerprint:
-            raise errors.FailedPrecondition(
-                f"the token ids were made by tokenizer {theirs[:12]}, this worker's is "
-                f"{self._served.fingerprint[:12]}",
-                reason="TOKENIZER_MISMATCH",
-                field="tokenizer_fingerprint",
-            )
 
     async def Embed(
         self,

@@ -55,6 +55,14 @@ def _check_address(option: str, address: str) -> None:
         raise SettingError(f"--{option}: {error}, such as 127.0.0.1:8000") from None
 
 
+def _embedding(name: str) -> tuple[str, Path] | None:
+    """Name and folder of the embedding model to serve. Raises ModelError."""
+    if not name:
+        return None
+    path = _pull(name) if name in store.KNOWN else store.resolve(name)
+    return (name if name in store.KNOWN else path.name), path
+
+
 def _print_table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     """A table that wraps in a narrow terminal and never cuts a word that is needed elsewhere."""
     table = Table()
@@ -130,6 +138,13 @@ def serve(
         str,
         typer.Option(envvar="CANDOR_ENGINE", help="First worker, host:port; others count up."),
     ] = "127.0.0.1:50100",
+    embedding_model: Annotated[
+        str,
+        typer.Option(
+            envvar="CANDOR_EMBEDDING_MODEL",
+            help="An embedding model to serve beside it, by name (all-minilm-l6-v2) or folder.",
+        ),
+    ] = "",
     log_dir: Annotated[
         Path | None,
         typer.Option(envvar="CANDOR_LOG_DIR", help="Where the services' logs go."),
@@ -146,6 +161,7 @@ def serve(
         for option, address in addresses.items():
             _check_address(option, address)
         path = _pull(model) if model in store.KNOWN else store.resolve(model)
+        embedding = _embedding(embedding_model)
     except (store.ModelError, SettingError) as error:
         raise _fail(str(error), 2 if isinstance(error, SettingError) else 1) from None
     names = [n.strip() for n in served_model_name.split(",") if n.strip()]
@@ -163,6 +179,7 @@ def serve(
         scheduler=scheduler,
         tokenizer=tokenizer,
         engine=engine,
+        embedding=embedding,
         log_dir=log_dir or Path.home() / ".cache/candor/logs",
     )
     raise typer.Exit(asyncio.run(serve_command.serve(plan, console)))

@@ -20,7 +20,7 @@ from rich.text import Text
 from candor import rpc
 from candor.cli.supervisor import Service, StartFailed, State, Status, Supervisor, readable
 from candor.settings import host_port
-from candor.v1 import engine_pb2, scheduler_pb2, scheduler_pb2_grpc
+from candor.v1 import engine_pb2, inference_pb2, scheduler_pb2, scheduler_pb2_grpc
 
 START_TIMEOUT_S = 120.0
 STOP_GRACE_S = 20.0
@@ -43,6 +43,8 @@ class Plan:
     tokenizer: str
     engine: str
     log_dir: Path
+    embedding: tuple[str, Path] | None = None
+    """Name and folder of an embedding model served beside the main one, by a worker of its own."""
 
     def engine_address(self, index: int) -> str:
         """Where worker `index` listens."""
@@ -53,7 +55,8 @@ class Plan:
 def services_of(plan: Plan) -> list[Service]:
     """The processes of a plan, in order of start."""
     python = [sys.executable, "-m"]
-    model = f"{plan.model_name}={plan.model_path}"
+    models = [(plan.model_name, plan.model_path), *([plan.embedding] if plan.embedding else [])]
+    model = ",".join(f"{name}={path}" for name, path in models)
 
     def where(*names: str) -> list[str]:
         return [word for name in names for word in (f"--{name}", getattr(plan, name))]
@@ -81,6 +84,12 @@ def services_of(plan: Plan) -> list[Service]:
         if plan.max_model_len:
             command += ["--max-model-len", str(plan.max_model_len)]
         services.append(Service(f"engine-{index}", command, _registered(plan.scheduler)))
+    if plan.embedding:
+        name, path = plan.embedding
+        address = plan.engine_address(plan.workers)
+        command = [*python, "engine", "--engine", address, *where("scheduler")]
+        command += ["--model", str(path), "--model-name", name, "--worker-id", "embedder-0"]
+        services.append(Service("embedder", command, _registered(plan.scheduler)))
     services.append(
         Service(
             "gateway",
@@ -148,7 +157,8 @@ def _dialable(address: str) -> str:
 def busy_addresses(plan: Plan) -> dict[str, str]:
     """Addresses of the plan at which somebody listens already → the option that moves each."""
     wanted = {plan.http: "--http", plan.scheduler: "--scheduler", plan.tokenizer: "--tokenizer"}
-    wanted |= {plan.engine_address(index): "--engine" for index in range(plan.workers)}
+    workers = plan.workers + (plan.embedding is not None)
+    wanted |= {plan.engine_address(index): "--engine" for index in range(workers)}
     return {address: flag for address, flag in wanted.items() if not _can_bind(address)}
 
 
@@ -181,21 +191,21 @@ class _Screen:
 
     def changed(self, service: Service, status: Status) -> None:
         words = Text.assemble(
-            (f"{service.name:<12}", "bold"), (status.state, _COLORS.get(status.state, ""))
+            (f"{service.name:<16}", "bold"), (status.state, _COLORS.get(status.state, ""))
         )
         if status.state is State.READY:
             words.append(f"  pid {status.pid}")
         if status.state is State.RESTARTING:
             words.append(f"  exit code {status.exit_code}, restart {status.restarts}")
             if status.tail:
-                words.append(f"\n{'':12}{readable(status.tail[-1])}", "dim")
+                words.append(f"\n{'':16}{readable(status.tail[-1])}", "dim")
         self._console.print(words)
 
     def line(self, service: Service, line: str) -> None:
         if self.is_stopping:
             return  # what services say of each other's leaving is no news now
         if '"level": "error"' in line or '"level": "warning"' in line:
-            self._console.print(Text(f"{service.name:<12}{readable(line)}", "yellow"))
+            self._console.print(Text(f"{service.name:<16}{readable(line)}", "yellow"))
 
 
 async def serve(plan: Plan, console: Console) -> int:
@@ -225,7 +235,7 @@ async def serve(plan: Plan, console: Console) -> int:
         if starting.done():
             await starting
             known = await list_workers(plan.scheduler, timeout_s=5)
-            _greet(plan, sorted({w.info.runner for w in known}), console)
+            _greet(plan, [w for w in known if w.info.model.name == plan.model_name], console)
             await signalled
     except StartFailed as failure:
         console.print(f"[red]{failure}[/]", highlight=False)
@@ -239,7 +249,9 @@ async def serve(plan: Plan, console: Console) -> int:
     return code
 
 
-def _greet(plan: Plan, runners: Sequence[str], console: Console) -> None:
+def _greet(plan: Plan, workers: Sequence[scheduler_pb2.WorkerStatus], console: Console) -> None:
+    runners = sorted({worker.info.runner for worker in workers})
+    kinds = {worker.info.model.kind for worker in workers}
     url = f"http://{_dialable(plan.http)}"
     console.print(
         f"\nserving [bold]{plan.model_name}[/] on [bold]{url}[/]"
@@ -249,10 +261,15 @@ def _greet(plan: Plan, runners: Sequence[str], console: Console) -> None:
         highlight=False,
         soft_wrap=True,
     )
+    if inference_pb2.MODEL_KIND_EMBEDDING in kinds:
+        path, body = "embeddings", '"input": ["first text", "second text"]}'
+    else:
+        question = "What is the capital of France? Answer in one sentence."
+        messages = f'[{{"role": "user", "content": "{question}"}}]}}'
+        path, body = "chat/completions", f'"stream": true, "max_tokens": 64, "messages": {messages}'
     print(
-        f"curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' -d '"
-        f'{{"model": "{plan.model_name}", "stream": true, "max_tokens": 64, "messages": '
-        '[{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]}\'\n',
+        f"curl -N {url}/v1/{path} -H 'Content-Type: application/json'"
+        f' -d \'{{"model": "{plan.model_name}", {body}\'\n',
         flush=True,
     )
 

@@ -22,6 +22,15 @@ MAX_BATCH_TOKENS = 4096
 """Most tokens in one pass through the matrices; longer batches are cut into several passes."""
 
 
+def is_encoder(path: str | Path) -> bool:
+    """Whether a path is a folder whose config says BERT: such a model embeds and does not generate."""
+    config = Path(path) / "config.json"
+    try:
+        return bool(json.loads(config.read_bytes()).get("model_type") == "bert")
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
 class BertEncoder:
     """A sentence-transformers folder: config.json, model.safetensors, 1_Pooling, sentence_bert_config.json."""
 

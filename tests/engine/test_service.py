@@ -108,7 +108,7 @@ async def until(holds: Callable[[], object]) -> None:
 
 def num_open(process: Process) -> int:
     """Requests that have come in and have not ended."""
-    return len(process.backend._sinks)  # type: ignore[attr-defined]
+    return len(process.backend._sinks)
 
 
 def hold(gate: threading.Event) -> Callable[[StepInput], None]:

@@ -139,6 +139,30 @@ def test_b006_b160_b293_choices_that_are_not_offered_are_refused(door: Door, cho
         assert "Currently only named tools are supported." in message
 
 
+def test_b013_b128_b181_what_looks_like_a_call_is_ordinary_text(door: Door) -> None:
+    """This dialect parses nothing, so markup comes as it was written, whatever tokens it came in."""
+    markup = '<tool_call>{"arguments": {"a": 3, "b": 4}, "name": "plus"}</tool_call>'
+    fields = {"guided_choice": [markup], "tools": [WEATHER], "temperature": 0, "max_tokens": 80}
+    told = door.stream_chat("3+4 with the tool", **fields)
+    assert (told.text, told.tool, told.finish_reason) == (markup, (), "stop")
+    assert told == door.chat("3+4 with the tool", **fields)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<think>a</think>b<think>c</think>d",
+        "<think>the tag `</think>` is text</think>ok",
+        "hmm</think>",
+    ],
+)
+def test_b035_b070_b184_b262_reasoning_is_ordinary_text(door: Door, text: str) -> None:
+    """This dialect has no field for reasoning, so tags and all are content, streamed or not."""
+    fields = {"guided_choice": [text], "temperature": 0, "max_tokens": 80}
+    told = door.stream_chat("Think.", **fields)
+    assert told.text == text and told == door.chat("Think.", **fields)
+
+
 def test_b015_parallel_tool_calls_is_refused_by_name(door: Door) -> None:
     fields = {"tools": [WEATHER], "tool_choice": NAMED, "parallel_tool_calls": False}
     assert "parallel_tool_calls" in door.refused(CHAT, messages=ask("Weather?"), **fields)

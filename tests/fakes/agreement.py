@@ -6,7 +6,7 @@ Knows how a body and a stream of chunks say the same thing; says itself only wha
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -187,7 +187,8 @@ def requests(draw: st.DrawFn, path: str) -> Body:
     own = _CHAT_ONLY if path == CHAT else _COMPLETION_ONLY
     body: Body = draw(_some_of({**_SHARED, **own}))
     body["max_tokens"] = draw(st.integers(1, 14))
-    body.update(draw(st.sampled_from([_greedy, _sampled, _sampled, _beam]))(draw))
+    make: Callable[[st.DrawFn], Body] = draw(st.sampled_from([_greedy, _sampled, _sampled, _beam]))
+    body.update(make(draw))
     if "allowed_token_ids" not in body and draw(st.integers(0, 3)) == 0:
         body.update(draw(_GUIDES))
     if path == CHAT:

@@ -130,7 +130,7 @@ _STOPS = st.lists(
     min_size=1,
     max_size=3,
 )
-_GUIDES = st.sampled_from(
+_GUIDES: st.SearchStrategy[Body] = st.sampled_from(
     [
         {"guided_regex": "[a-z]{2,6}( [a-z]{2,6}){0,3}"},
         {"guided_regex": "(yes|no|perhaps)\\."},

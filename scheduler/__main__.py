@@ -10,7 +10,7 @@ from candor import rpc, settings, telemetry
 from candor.v1 import engine_pb2_grpc, scheduler_pb2_grpc
 from scheduler.clients import TokenizerClient
 from scheduler.config import Config
-from scheduler.core import POLICIES, Scheduler
+from scheduler.core import ORDERS, POLICIES, Scheduler
 from scheduler.dispatcher import Dispatcher
 from scheduler.service import RegistryService, SchedulerService
 
@@ -26,7 +26,13 @@ class Process:
 
     def __init__(self, config: Config, rng: random.Random) -> None:
         self._config = config
-        machine = Scheduler(config.limits(), POLICIES[config.placement].make(), rng)
+        machine = Scheduler(
+            config.limits(),
+            POLICIES[config.placement].make(),
+            rng,
+            order=ORDERS[config.order],
+            tenants=config.tenant_limits(),
+        )
         self.dispatcher = Dispatcher(
             machine,
             rng,

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
-from candor.settings import setting
-from scheduler.core import POLICIES
-from scheduler.core.types import Limits
+from candor.settings import SettingError, setting
+from scheduler.core import ORDERS, POLICIES
+from scheduler.core.types import Limits, TenantLimits
 
 
 @dataclass(frozen=True)
@@ -22,6 +26,43 @@ class Config:
         "which worker gets a request: "
         + "; ".join(f"{name}: {row.about}" for name, row in POLICIES.items()),
         choices=tuple(POLICIES),
+    )
+    order: str = setting(
+        "deficit_prefix",
+        "who is next within a priority: "
+        + "; ".join(f"{name}: {row.about}" for name, row in ORDERS.items()),
+        choices=tuple(ORDERS),
+    )
+    fair_quantum: int = setting(
+        4000,
+        "work a tenant may be served before the others' turn (deficit_prefix): more keeps prefixes together, "
+        "less is fairer",
+        unit="tokens",
+        minimum=1,
+    )
+    age_s: float = setting(
+        30.0,
+        "wait after which a request goes before all younger ones of its tenant and one priority up, "
+        "each time",
+        unit="s",
+        minimum=0.001,
+    )
+    shed: bool = setting(
+        True, "give up waiting requests whose first token cannot be in time any more"
+    )
+    tenants: str = setting(
+        "",
+        "limits per tenant: a JSON object, or @ and the name of a file with one; tenant (* for all others) "
+        "to requests_per_minute, tokens_per_minute, concurrent, weight",
+    )
+    max_tenants: int = setting(
+        10_000, "tenants remembered while they are idle", unit="tenants", minimum=1
+    )
+    max_cached_blocks: int = setting(
+        4096,
+        "blocks of 64 tokens that are remembered to be cached, per worker",
+        unit="blocks",
+        minimum=0,
     )
     max_queued_requests: int = setting(
         1024, "requests that may wait; more are refused with 429", unit="requests", minimum=0
@@ -82,6 +123,27 @@ class Config:
         "info", "least severity that is logged", choices=("debug", "info", "warning", "error")
     )
 
+    def __post_init__(self) -> None:
+        """A wrong tenant limit ends the process at start, like any other wrong setting."""
+        self.tenant_limits()
+
+    def tenant_limits(self) -> Mapping[str, TenantLimits]:
+        """By tenant. Raises SettingError, naming the tenant and the number that is wrong."""
+        text, source = self.tenants, "tenants"
+        if text.startswith("@"):
+            source = f"tenants file {text[1:]}"
+            try:
+                text = Path(text[1:]).read_text()
+            except (OSError, UnicodeDecodeError) as error:
+                raise SettingError(f"{source} cannot be read: {error}") from None
+        try:
+            known = json.loads(text) if text.strip() else {}
+        except ValueError as error:
+            raise SettingError(f"{source}: not JSON: {error}") from None
+        if not isinstance(known, dict):
+            raise SettingError(f"{source}: not a JSON object")
+        return {name: _tenant(f"{source}: `{name}`", entry) for name, entry in known.items()}
+
     def limits(self) -> Limits:
         """What the core wants to know of this."""
         return Limits(
@@ -96,4 +158,24 @@ class Config:
             notify_after_s=self.queued_after_ms / 1000,
             notify_every_s=self.queued_every_ms / 1000,
             max_sessions=self.max_sessions,
+            age_s=self.age_s,
+            quantum=self.fair_quantum,
+            max_tenants=self.max_tenants,
+            max_cached_blocks=self.max_cached_blocks,
+            shed=self.shed,
         )
+
+
+def _tenant(where: str, entry: object) -> TenantLimits:
+    known = {f.name for f in dataclasses.fields(TenantLimits)}
+    if not isinstance(entry, dict):
+        raise SettingError(f"{where} is not an object with {', '.join(sorted(known))}")
+    if unknown := set(entry) - known:
+        raise SettingError(f"{where} has no limit {', '.join(sorted(unknown))}")
+    for name, value in entry.items():
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if name == "concurrent" and not isinstance(value, int):
+            is_number = False
+        if not is_number or not 0 < value < float("inf"):
+            raise SettingError(f"{where}: {name} is {value!r}, it must be a positive number")
+    return TenantLimits(**entry)

@@ -252,7 +252,9 @@ class Dispatcher:
     def _started(self, record: Record, call: Call, event: Event) -> bool:
         worker = record.worker
         assert worker is not None
-        if not self.core.request_started(record):
+        started = event.started
+        cached = started.num_cached_tokens if started.HasField("num_cached_tokens") else None
+        if not self.core.request_started(record, cached):
             assert record.moved_from is not None
             moved = inference_pb2.Moved(
                 from_worker_id=record.moved_from,
@@ -261,7 +263,6 @@ class Dispatcher:
             )
             self._say(record, Event(moved=moved))
             return False
-        started = event.started
         started.worker_id = worker.worker_id
         started.queue_us = _us(record.waited_s)
         call.cached_tokens = started.num_cached_tokens

@@ -6,6 +6,7 @@ from candor import errors
 from candor.v1 import engine_pb2, inference_pb2, scheduler_pb2
 from scheduler.core import types
 from scheduler.core.pool import Worker
+from scheduler.core.prefixes import MAX_REPORTED_BLOCKS, block_digests
 from scheduler.core.record import Record
 
 API_MAJOR = 1
@@ -91,6 +92,7 @@ def report(pb: engine_pb2.Report) -> types.Report:
         last_step_seq=pb.last_step_seq,
         is_idle=pb.idle,
         load=load(pb.load) if pb.HasField("load") else None,
+        cached_prefixes=tuple(pb.cached_prefixes[:MAX_REPORTED_BLOCKS]),
     )
 
 
@@ -153,6 +155,8 @@ def generation(
         priority=pb.priority,
         tenant=pb.tenant,
         session_id=pb.session_id if pb.HasField("session_id") else None,
+        prefix_digests=block_digests(ids, pb.cache_salt),
+        is_salted=bool(pb.cache_salt),
         deadline_at=(
             now + pb.deadline_unix_ms / 1000 - unix_now if pb.HasField("deadline_unix_ms") else None
         ),

@@ -76,26 +76,32 @@ def check_features(workers: list[Worker], request: Request) -> frozenset[Feature
     return needs
 
 
-def check_time(now: float, request: Request, eta_s: float | None) -> None:
-    """It can still be in time. `eta_s`: estimated wait before it starts; None while not measured."""
+def check_time(now: float, request: Request, eta_s: float | None, prefill_s: float) -> None:
+    """It can still be in time.
+
+    `eta_s`: estimated wait before it starts, None while not measured; `prefill_s`: least time from there to
+    its first token.
+    """
     if request.deadline_at is not None and request.deadline_at <= now:
         raise errors.DeadlineExceeded(
             f"the deadline passed {1000 * (now - request.deadline_at):.0f} ms ago",
             reason="DEADLINE_INFEASIBLE",
             field="deadline_unix_ms",
         )
-    if eta_s is None:
+    wait_s = (eta_s or 0.0) + prefill_s
+    if eta_s is None and not prefill_s:
         return
     for field, at in (
         ("deadline_unix_ms", request.deadline_at),
         ("ttft_budget_ms", request.first_token_by),
     ):
-        if at is not None and now + eta_s > at:
+        if at is not None and now + wait_s > at:
             raise errors.ResourceExhausted(
-                f"the wait is about {1000 * eta_s:.0f} ms, {field} leaves {1000 * (at - now):.0f} ms",
+                f"the first token is about {1000 * wait_s:.0f} ms away, "
+                f"{field} leaves {1000 * (at - now):.0f} ms",
                 reason="DEADLINE_INFEASIBLE",
                 field=field,
-                retry_after_s=eta_s - (at - now),
+                retry_after_s=wait_s - (at - now),
             )
 
 

@@ -39,6 +39,26 @@ def overdue(
     return None
 
 
+def hopeless(
+    now: float, record: Record, first_at: float, retry_after_s: float
+) -> errors.CandorError | None:
+    """The error that ends a request now because its first token, due at `first_at`, would come too late."""
+    request = record.request
+    for field, by in (
+        ("ttft_budget_ms", request.first_token_by),
+        ("deadline_unix_ms", request.deadline_at),
+    ):
+        if by is not None and first_at > by:
+            return errors.ResourceExhausted(
+                f"after {now - record.submitted_at:.1f} s in the queue the first token would be there "
+                f"in {1000 * (first_at - now):.0f} ms, {field} leaves {1000 * (by - now):.0f} ms",
+                reason="DEADLINE_INFEASIBLE",
+                field=field,
+                retry_after_s=retry_after_s,
+            )
+    return None
+
+
 def next_look_at(record: Record, limits: Limits) -> float | None:
     """When the record has to be looked at again; None while only events matter to it."""
     request = record.request
@@ -46,7 +66,7 @@ def next_look_at(record: Record, limits: Limits) -> float | None:
     if record.first_token_at is None:
         instants.append(request.first_token_by)
     if record.phase is Phase.QUEUED:
-        instants += [record.notify_at, record.queued_at + limits.max_wait_s]
+        instants += [record.notify_at, record.age_at, record.queued_at + limits.max_wait_s]
         if record.stranded_at is not None:
             instants.append(record.stranded_at + limits.worker_wait_s)
     return min((at for at in instants if at is not None), default=None)

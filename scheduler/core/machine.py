@@ -8,17 +8,21 @@ action. Knows no sockets, no clock and no text.
 from __future__ import annotations
 
 import random
-from collections import OrderedDict
-from dataclasses import dataclass
+from collections.abc import Mapping
 from itertools import count
 
 from candor import errors
-from scheduler.core import admission, deadlines
-from scheduler.core.placement import Circumstances, Policy
+from scheduler.core import deadlines, recovery
+from scheduler.core.estimates import Estimates
+from scheduler.core.intake import Intake
+from scheduler.core.ledger import Ledgers
+from scheduler.core.order import ORDERS, OrderRow, Turn
+from scheduler.core.placement import Policy
+from scheduler.core.placer import Placer
 from scheduler.core.pool import Pool, Worker
 from scheduler.core.queue import RequestQueue
-from scheduler.core.rates import DrainRate
-from scheduler.core.record import Choice, Phase, Record
+from scheduler.core.quotas import Quotas
+from scheduler.core.record import Phase, Record
 from scheduler.core.timers import Timers
 from scheduler.core.types import (
     Action,
@@ -33,44 +37,39 @@ from scheduler.core.types import (
     NotifyQueued,
     Report,
     Request,
+    Stats,
     TellDrain,
+    TenantLimits,
     WorkerSpec,
     WorkerState,
 )
-
-MAX_DISPLACEMENTS = 2
-"""A request that was on so many workers when they died is suspected of having killed them."""
-_REFILL = 0.1
-"""Part of the queue that should have drained before a refused client comes back."""
-_LONGEST_RETRY_S = 60.0
-
-
-@dataclass(slots=True)
-class Stats:
-    """Totals since the start. submitted = finished + failed + cancelled + refused + in flight."""
-
-    submitted: int = 0
-    finished: int = 0
-    failed: int = 0
-    cancelled: int = 0
-    refused: int = 0
 
 
 class Scheduler:
     """All requests and workers of one scheduler process."""
 
-    def __init__(self, limits: Limits, policy: Policy, rng: random.Random) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        policy: Policy,
+        rng: random.Random,
+        *,
+        order: OrderRow = ORDERS["deficit_prefix"],
+        tenants: Mapping[str, TenantLimits] | None = None,
+    ) -> None:
         self.limits = limits
         self.stats = Stats()
-        self.queue = RequestQueue()
+        self._quotas = Quotas(tenants or {}, limits.max_tenants)
+        self.ledgers = Ledgers(limits.max_tenants, limits.quantum, self._quotas.weight)
+        self.queue = RequestQueue(order, self.ledgers.of)
         self.pool = Pool(limits.window_slack, limits.lease_s, limits.max_workers)
-        self._policy = policy
-        self._rng = rng
+        self.placer = Placer(policy, rng, limits)
+        self._estimates = Estimates(self.pool)
+        self._intake = Intake(
+            limits, self.pool, self.queue, self.placer, self._quotas, self._estimates, self.ledgers
+        )
         self._records: dict[str, Record] = {}
         self._timers: Timers[Record | Worker] = Timers()
-        self._drain: dict[str, DrainRate] = {}
-        self._sessions: OrderedDict[tuple[str, str], str] = OrderedDict()
-        self._arrivals = count()
         self._handles = count(1)
 
     # --- what clients do ---
@@ -79,11 +78,17 @@ class Scheduler:
         """Take a request in, or raise the reason why not; a refused one was never here."""
         self.stats.submitted += 1
         try:
-            record = self._admit(now, request)
+            if request.request_id in self._records:
+                raise errors.AlreadyExists(
+                    f"a request with id `{request.request_id}` is in flight", field="request_id"
+                )
+            record = self._intake.admit(now, request)
         except errors.CandorError:
             self.stats.refused += 1
             raise
         self._records[request.request_id] = record
+        self.ledgers.of(record.model).opened(record.account)
+        self._quotas.admitted(now, request.tenant, request.num_prompt_tokens)
         self.queue.push(record)
         self._arm(record)
         return self._fill(now, record.model)
@@ -142,6 +147,7 @@ class Scheduler:
             return []
         before = worker.state, worker.reported
         self.pool.renew(now, worker, report)
+        self.placer.reported(worker, report.cached_prefixes)
         if before == (worker.state, worker.reported):
             return []
         self.pool.changed(worker)
@@ -170,10 +176,12 @@ class Scheduler:
 
     # --- what happens to running requests ---
 
-    def request_started(self, record: Record) -> bool:
-        """A worker took it up. False: another one had, and this one continues."""
+    def request_started(self, record: Record, num_cached_tokens: int | None = None) -> bool:
+        """A worker took it up and found so much in its cache. False: another one had, and this one goes on."""
         is_first = not record.was_started
         record.was_started = True
+        if is_first and num_cached_tokens is not None:
+            record.account.correct(record.cached_tokens - num_cached_tokens)
         return is_first
 
     def request_showed_token(self, now: float, record: Record) -> None:
@@ -248,16 +256,21 @@ class Scheduler:
         return []
 
     def _record_due(self, now: float, record: Record) -> list[Action]:
-        retry_after_s = self._retry_after_s(record.model)
+        retry_after_s = self._estimates.retry_after_s(record.model, self.queue.num_requests)
         error = deadlines.overdue(now, record, self.limits, retry_after_s)
         if error is not None:
             return self._give_up(now, record, error)
         actions: list[Action] = []
+        if record.phase is Phase.QUEUED and record.age_at <= now:
+            record.age_at = now + self.limits.age_s
+            self.queue.promote(record)
         if record.phase is Phase.QUEUED and record.notify_at <= now:
             position = self.queue.position(record)
             if position != record.notified_position:
                 record.notified_position = position
-                actions.append(NotifyQueued(record, position, self._eta_s(record.model, position)))
+                actions.append(
+                    NotifyQueued(record, position, self._estimates.eta_s(record.model, position))
+                )
             record.notify_at = now + self.limits.notify_every_s
         self._arm(record)
         return actions
@@ -269,93 +282,52 @@ class Scheduler:
         else:
             self._timers.set(record, at)
 
-    # --- admission ---
-
-    def _admit(self, now: float, request: Request) -> Record:
-        if request.request_id in self._records:
-            raise errors.AlreadyExists(
-                f"a request with id `{request.request_id}` is in flight", field="request_id"
-            )
-        model = admission.check_model(self.pool, request.model, request.kind)
-        admission.check_prompt(self.pool, model, request)
-        needs = admission.check_features(self.pool.serving(model.name).workers, request)
-        order = (request.priority, next(self._arrivals))
-        # The line always moves as far as it can: whoever has room now has it for nobody who waits.
-        must_wait = not any(w.can(needs) for w in self.pool.free(model.name))
-        position = self.queue.num_before(model.name, order) + 1
-        eta = self._eta_s(model.name, position) if must_wait else 0.0
-        admission.check_time(now, request, eta)
-        if must_wait:
-            admission.check_bounds(
-                self.queue, self.limits, request, self._retry_after_s(model.name)
-            )
-        return Record(
-            request=request,
-            model=model.name,
-            order=order,
-            needs=needs,
-            choices={
-                resumed.index: Choice(
-                    list(resumed.token_ids), resumed.is_finished, resumed.cumulative_logprob
-                )
-                for resumed in request.resumed
-            },
-            submitted_at=now,
-            queued_at=now,
-            notify_at=now + self.limits.notify_after_s,
-        )
-
-    def _retry_after_s(self, model: str) -> float:
-        """Until a part of the queue has drained, so that not all the refused come for one place."""
-        rate = self._rate(model).requests_per_s(self.pool.serving(model).num_seats)
-        if rate is None:
-            return 1.0
-        return min(max(1.0, _REFILL * self.queue.num_requests) / rate, _LONGEST_RETRY_S)
-
-    def _eta_s(self, model: str, position: int) -> float | None:
-        rate = self._rate(model).requests_per_s(self.pool.serving(model).num_seats)
-        return None if rate is None else position / rate
-
-    def _rate(self, model: str) -> DrainRate:
-        return self._drain.setdefault(model, DrainRate())
-
     # --- placement ---
 
     def _fill(self, now: float, model: str) -> list[Action]:
         """Place whoever is next while somebody has room."""
         actions: list[Action] = []
-        while True:
-            for record in self.queue.heads(model):
-                able = [w for w in self.pool.free(model) if w.can(record.needs)]
-                if able:
-                    break
-            else:
-                return actions
+        while able := self.pool.masks(model, self.queue.needs(model)):
+            turn = Turn(now, able, self.placer.num_cached_blocks)
+            record = self.queue.pick(model, turn)
+            if record is None:
+                break
+            workers = [w for w in self.pool.free(model) if w.can(record.needs)]
+            peers, seat_s = self.pool.serving(model).workers, self._estimates.seat_s(model)
+            worker = self.placer.choose(record, workers, peers, seat_s)
+            error = self._hopeless(now, record, worker)
+            if error is not None:
+                actions += self._give_up(now, record, error)
+                continue
+            self._charge(record, worker)
             self.queue.remove(record)
-            worker = self._choose(record, able)
-            record.phase = Phase.RUNNING
-            record.handle = next(self._handles)
-            record.dispatched_at = now
-            record.waited_s += now - record.queued_at
-            record.stranded_at = None
-            self.pool.assign(now, worker, record)
-            self._arm(record)
+            self._place(now, record, worker)
             actions.append(Dispatch(record, worker, record.handle))
+        return actions
 
-    def _choose(self, record: Record, able: list[Worker]) -> Worker:
-        session = record.request.session_id
-        if session is None:
-            here = Circumstances(self._rng, self._rate(record.model).seat_s)
-            return self._policy.choose(able, record, here)
-        key = (record.model, session)
-        preferred = self.pool.workers.get(self._sessions.get(key, ""))
-        here = Circumstances(self._rng, self._rate(record.model).seat_s, preferred)
-        worker = self._policy.choose(able, record, here)
-        self._sessions[key] = worker.worker_id
-        self._sessions.move_to_end(key)
-        if len(self._sessions) > self.limits.max_sessions:
-            self._sessions.popitem(last=False)
-        return worker
+    def _charge(self, record: Record, worker: Worker) -> None:
+        self.placer.placed(record, worker)
+        if not record.is_charged:
+            # Once: what a lost worker takes with it is not the tenant's doing.
+            record.is_charged = True
+            record.account.charge(record.request.num_prompt_tokens - record.cached_tokens)
+
+    def _place(self, now: float, record: Record, worker: Worker) -> None:
+        record.phase = Phase.RUNNING
+        record.handle = next(self._handles)
+        record.dispatched_at = now
+        record.waited_s += now - record.queued_at
+        record.stranded_at = None
+        self.pool.assign(now, worker, record)
+        self._arm(record)
+
+    def _hopeless(self, now: float, record: Record, worker: Worker) -> errors.CandorError | None:
+        """Why a seat would be wasted on it: its first token cannot be there in time any more."""
+        if not self.limits.shed or record.first_token_at is not None:
+            return None
+        retry_after_s = self._estimates.retry_after_s(record.model, self.queue.num_requests)
+        first_at = now + self.placer.prefill_s(record, worker)
+        return deadlines.hopeless(now, record, first_at, retry_after_s)
 
     # --- endings and detours ---
 
@@ -377,18 +349,21 @@ class Scheduler:
                 actions.append(CancelOnWorker(record, worker, record.handle))
         record.phase = Phase.ENDED
         self._timers.clear(record)
+        self.ledgers.of(record.model).closed(record.account)
+        self._quotas.ended(now, record.request.tenant, record.num_generated)
         del self._records[record.request.request_id]
         return actions
 
     def _free_seats(self, now: float, record: Record) -> Worker:
         seat_s = record.seats * (now - record.dispatched_at)
-        self._rate(record.model).left(seat_s, record.request.num_prompt_tokens)
+        self._estimates.left(record.model, seat_s, record.request.num_prompt_tokens)
         return self.pool.release(record)
 
     def _lose(self, now: float, worker: Worker, why: str) -> list[Action]:
         """Take the worker out and put what it held back in the line, or end it; nobody is placed yet."""
         left_in_order = worker.state is WorkerState.DRAINING and not worker.assigned
         actions: list[Action] = [DropWorker(worker, why)]
+        self.placer.forget(worker)
         for record in self.pool.lose(now, worker):
             actions += self._displace(now, record, worker, why)
         if left_in_order:
@@ -416,28 +391,12 @@ class Scheduler:
             self.stats.finished += 1
             self._close(now, record)
             return [Complete(record)]
-        if record.displacements >= MAX_DISPLACEMENTS:
-            suspect = errors.Internal(
-                f"{record.displacements} workers were lost while they ran this request, "
-                f"the last after {record.num_relayed} tokens; it is not tried again",
-                reason="POISON_GUARD",
-            )
-            return self._give_up(now, record, error or suspect)
-        needs = record.needs
-        if record.num_relayed:
-            needs |= {Feature.RESUME}
-            # The dead worker itself counts: whoever keeps it running brings it back.
-            if not any(w.can(needs) for w in [worker, *self.pool.serving(record.model).workers]):
-                return self._give_up(
-                    now, record, deadlines.lost_error(record, "it cannot be resumed")
-                )
-        if record.was_started:
-            record.moved_from = worker.worker_id
-        record.needs = needs
-        record.phase = Phase.QUEUED
-        record.queued_at = now
-        record.notify_at = now + self.limits.notify_after_s
-        record.notified_position = None
+        # The dead worker itself counts: whoever keeps it running brings it back.
+        workers = [worker, *self.pool.serving(record.model).workers]
+        fatal = recovery.why_not(record, workers, error)
+        if fatal is not None:
+            return self._give_up(now, record, fatal)
+        recovery.requeue(now, record, worker, self.limits)
         self.queue.push(record)
         self._arm(record)
         return []
@@ -459,5 +418,6 @@ class Scheduler:
         self._timers.clear(worker)
         self.pool.forget(worker)
         model = worker.spec.model.name
-        if self.pool.find_model(model) is None and not self.queue.heads(model):
-            self._drain.pop(model, None)
+        if self.pool.find_model(model) is None and not self.queue.needs(model):
+            self._estimates.forget(model)
+            self.ledgers.forget(model)

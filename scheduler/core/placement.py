@@ -6,7 +6,10 @@ last reported, because reports are late.
 
 from __future__ import annotations
 
+import hashlib
+import math
 import random
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -21,6 +24,12 @@ MEMORY_WEIGHT_S = 0.15
 _FULLEST = 0.95
 _TIE = 0.01
 """Costs closer than this part of the best one, plus a millisecond, count as equal."""
+BOUND = 1.25
+"""Times the mean load that a worker may have before hashed prefixes go past it."""
+HASHED_BLOCKS = 4
+"""Leading blocks that name a prefix: 256 tokens."""
+_POINTS = 64
+"""Of each worker on the ring."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +41,10 @@ class Circumstances:
     """Mean seconds a request of this model keeps a seat; None while not measured."""
     preferred: Worker | None = None
     """Where the session's last request went; taken when it costs nothing."""
+    peers: Sequence[Worker] = ()
+    """All that serve the model, with room or without."""
+    cached_tokens: Callable[[Worker], int] = lambda worker: 0
+    """Prompt tokens that the worker need not compute."""
 
     def among(self, equals: Sequence[Worker]) -> Worker:
         """One of several equally good ones."""
@@ -48,25 +61,38 @@ class Policy(Protocol):
         ...
 
 
-def prefill_rate(worker: Worker, peers: Iterable[Worker]) -> float:
-    """Tokens per second: its own measured rate, else the mean of its peers, else a guess."""
-    if worker.load.prefill_rate:
-        return worker.load.prefill_rate
-    rates = [peer.load.prefill_rate for peer in peers if peer.load.prefill_rate]
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """The terms of an expected wait, in seconds."""
+
+    prefill_s: float
+    memory_s: float
+    slot_s: float
+
+    @property
+    def total_s(self) -> float:
+        """Until the first token."""
+        return self.prefill_s + self.memory_s + self.slot_s
+
+
+def mean_prefill_rate(workers: Iterable[Worker]) -> float:
+    """Tokens per second of those that were measured, else a guess."""
+    rates = [w.load.prefill_rate for w in workers if w.load.prefill_rate]
     return sum(rates) / len(rates) if rates else DEFAULT_PREFILL_RATE
 
 
-def expected_wait(
-    worker: Worker, peers: Sequence[Worker], record: Record, seat_s: float | None
-) -> float:
+def expected_wait(worker: Worker, record: Record, here: Circumstances, mean_rate: float) -> Cost:
     """Seconds until the first token there, in the sense of an ordering rather than a promise."""
-    tokens = worker.pending_prefill_tokens + record.request.num_prompt_tokens + record.num_relayed
-    prefill = tokens / prefill_rate(worker, peers)
-    fullness = max(worker.kv_share, worker.seats_used / (worker.window + 1))
-    fullness = min(fullness, _FULLEST)
-    overflow = worker.seats_used + record.seats - worker.spec.slots
-    slot_wait = max(0, overflow) * (seat_s or 0.0) / worker.spec.slots
-    return prefill + MEMORY_WEIGHT_S * fullness / (1 - fullness) + slot_wait
+    own = record.request.num_prompt_tokens + record.num_relayed - here.cached_tokens(worker)
+    rate = worker.load.prefill_rate or mean_rate
+    seats = worker.seats_used
+    fullness = min(max(worker.kv_share, seats / (worker.window + 1)), _FULLEST)
+    overflow = max(0, seats + record.seats - worker.spec.slots)
+    return Cost(
+        (worker.pending_prefill_tokens + own) / rate,
+        MEMORY_WEIGHT_S * fullness / (1 - fullness),
+        overflow * (here.seat_s or 0.0) / worker.spec.slots,
+    )
 
 
 class ExpectedWait:
@@ -76,7 +102,8 @@ class ExpectedWait:
         """See `Policy`."""
         if len(workers) == 1:
             return workers[0]
-        costs = [expected_wait(worker, workers, record, here.seat_s) for worker in workers]
+        rate = mean_prefill_rate(workers)
+        costs = [expected_wait(worker, record, here, rate).total_s for worker in workers]
         limit = min(costs) * (1 + _TIE) + 0.001
         return here.among([w for w, cost in zip(workers, costs, strict=True) if cost <= limit])
 
@@ -111,7 +138,53 @@ class TwoChoices:
     def choose(self, workers: Sequence[Worker], record: Record, here: Circumstances) -> Worker:
         """See `Policy`."""
         pair = here.rng.sample(list(workers), min(2, len(workers)))
-        return min(pair, key=lambda w: expected_wait(w, workers, record, here.seat_s))
+        rate = mean_prefill_rate(pair)
+        return min(pair, key=lambda w: expected_wait(w, record, here, rate).total_s)
+
+
+class BoundedHash:
+    """Consistent hashing of the prompt's first blocks, past workers with more than their share of the load.
+
+    Needs no memory of what was sent where: several schedulers agree without talking. A prompt shorter than a
+    block goes by its session, else by its own id.
+    """
+
+    def __init__(self) -> None:
+        self._ring: list[tuple[int, str]] = []
+        self._ids: frozenset[str] = frozenset()
+
+    def choose(self, workers: Sequence[Worker], record: Record, here: Circumstances) -> Worker:
+        """See `Policy`."""
+        peers = here.peers or workers
+        self._build(frozenset(w.worker_id for w in peers))
+        able = {w.worker_id: w for w in workers}
+        cap = math.ceil(BOUND * (sum(w.seats_used for w in peers) + record.seats) / len(peers))
+        start = bisect_right(self._ring, (_key(record), ""))
+        passed: Worker | None = None
+        for at in range(len(self._ring)):
+            worker = able.get(self._ring[(start + at) % len(self._ring)][1])
+            if worker is None:
+                continue
+            if worker.seats_used + record.seats <= cap:
+                return worker
+            passed = passed or worker
+        return passed or workers[0]
+
+    def _build(self, ids: frozenset[str]) -> None:
+        if ids != self._ids:
+            self._ids = ids
+            self._ring = sorted((_hash(f"{i}/{n}"), i) for i in ids for n in range(_POINTS))
+
+
+def _key(record: Record) -> int:
+    digests = record.request.prefix_digests
+    if digests:
+        return digests[min(HASHED_BLOCKS, len(digests)) - 1]
+    return _hash(record.request.session_id or record.request.request_id)
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,5 +200,8 @@ POLICIES: dict[str, PolicyRow] = {
     "least_requests": PolicyRow(LeastRequests, "fewest requests per slot"),
     "round_robin": PolicyRow(RoundRobin, "one after the other"),
     "two_choices": PolicyRow(TwoChoices, "the better of two at random"),
+    "bounded_hash": PolicyRow(
+        BoundedHash, "by the prompt's first 256 tokens, at most 1.25 times the mean load"
+    ),
 }
 """Placement policies by the name a setting uses. The first is the default."""

@@ -21,6 +21,8 @@ class Worker:
     window: int
     """Most seats in use before it takes nothing more: its slots and a little slack."""
     lease_until: float
+    number: int = 0
+    """Small and unique among those that are here: its bit in masks of workers."""
     is_linked: bool = False
     is_draining: bool = False
     reported: WorkerState = WorkerState.STARTING
@@ -83,9 +85,13 @@ class Pool:
         self._lease_s = lease_s
         self._max_workers = max_workers
         self.workers: dict[str, Worker] = {}
+        self._numbers: list[int] = []
+        """Given back; all others below the number of workers are in use."""
         self._known: dict[str, Model] = {}
         self._canonical: dict[str, str] = {}
         self._free: dict[str, dict[str, Worker]] = {}
+        self._masks: dict[str, dict[frozenset[Feature], int]] = {}
+        """Those with room once more, as masks of worker numbers by what they can do."""
         self._serving: dict[str, Serving] = {}
 
     # --- membership ---
@@ -122,7 +128,8 @@ class Pool:
 
     def add(self, now: float, spec: WorkerSpec) -> Worker:
         """A worker that `check` let pass and whose former self is gone."""
-        worker = Worker(spec, spec.slots + self._slack, now + self._lease_s)
+        number = self._numbers.pop() if self._numbers else len(self.workers)
+        worker = Worker(spec, spec.slots + self._slack, now + self._lease_s, number)
         self.workers[spec.worker_id] = worker
         self._index_models()
         self.changed(worker)
@@ -132,6 +139,7 @@ class Pool:
         """As if it had never been here."""
         if self.workers.get(worker.worker_id) is worker:
             del self.workers[worker.worker_id]
+            self._numbers.append(worker.number)
             self._index_models()
         self.changed(worker)
 
@@ -193,19 +201,39 @@ class Pool:
         """Workers of the model with room."""
         return self._free.get(model, {}).values()
 
+    def masks(
+        self, model: str, wanted: Iterable[frozenset[Feature]]
+    ) -> dict[frozenset[Feature], int]:
+        """Those needs that a worker with room can serve, with all such workers as a mask of their numbers."""
+        free = self._masks.get(model, {})
+        found: dict[frozenset[Feature], int] = {}
+        for needs in wanted if free else ():
+            mask = 0
+            for features, numbers in free.items():
+                if needs <= features:
+                    mask |= numbers
+            if mask:
+                found[needs] = mask
+        return found
+
     def changed(self, worker: Worker) -> None:
         """The worker's state is another; called after every change of it that is not made here."""
         self._serving.pop(worker.spec.model.name, None)
         self._recount(worker)
 
     def _recount(self, worker: Worker) -> None:
-        free = self._free.setdefault(worker.spec.model.name, {})
+        model, features = worker.spec.model.name, worker.spec.features
+        free, masks = self._free.setdefault(model, {}), self._masks.setdefault(model, {})
         if worker.has_room:
             free[worker.worker_id] = worker
+            masks[features] = masks.get(features, 0) | 1 << worker.number
         elif free.get(worker.worker_id) is worker:
             del free[worker.worker_id]
+            masks[features] &= ~(1 << worker.number)
+            if not masks[features]:
+                del masks[features]
         if not free:
-            del self._free[worker.spec.model.name]
+            del self._free[model], self._masks[model]
 
     def assign(self, now: float, worker: Worker, record: Record) -> None:
         """Place the request on the worker under `record.handle`."""
@@ -215,7 +243,7 @@ class Pool:
             worker.lease_until = now + self._lease_s
         worker.assigned[record.handle] = record
         worker.seats_used += record.seats
-        record.pending_tokens = record.request.num_prompt_tokens + record.num_relayed
+        record.pending_tokens = record.num_uncached
         worker.pending_prefill_tokens += record.pending_tokens
         record.worker = worker
         self._recount(worker)

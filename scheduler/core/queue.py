@@ -1,110 +1,180 @@
-"""Who waits, in which order: first come first served within a priority class, bounded by the caller.
+"""Who waits, and who of them is next: priority levels outside, an order policy inside each.
 
-Requests wait in lines, one per (model, features needed), so that what only some workers can do does not hold
-up what all can; the head of a model is the earliest over its lines. Knows nothing about workers or time.
+Requests wait in lines, one per (model, level, tenant, features needed), so that what only some workers can do
+does not hold up what all can. Knows nothing about workers or bounds; time comes with the question.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
 
+from scheduler.core.ledger import Ledger
+from scheduler.core.line import TenantLines
+from scheduler.core.order import OrderRow, Turn
 from scheduler.core.record import Record
 from scheduler.core.types import Feature
 
-_COMPACT_AFTER = 64
+_TENANTS_COUNTED = 64
+"""Tenants looked at for an estimate of a position; the rest is taken to be like them."""
 
 
-class _Line:
-    """A sorted list with a moving start: push at the end and pop at the front are O(1), the rest one bisect.
+class _Level:
+    """All of one urgency."""
 
-    Items are (priority, arrival number, record); a shorter tuple sorts before its extensions, so that
-    `record.order` finds its item.
-    """
+    def __init__(self, row: OrderRow, ledger: Ledger) -> None:
+        self.picker = row.make(ledger)
+        self.tenants: dict[str, TenantLines] = {}
+        self.num = 0
 
-    __slots__ = ("_items", "_start")
 
-    def __init__(self) -> None:
-        self._items: list[tuple[int, int, Record]] = []
-        self._start = 0
+class _ModelQueue:
+    """All that wait for one model."""
 
-    def __len__(self) -> int:
-        return len(self._items) - self._start
+    def __init__(self, row: OrderRow, ledger: Ledger) -> None:
+        self.row = row
+        self.ledger = ledger
+        self.levels: dict[tuple[int, int], _Level] = {}
+        self.urgency: list[tuple[int, int]] = []
+        """Keys of the levels, the most urgent first."""
+        self.needs: dict[frozenset[Feature], int] = {}
+        """How many wait with these needs."""
 
-    def __iter__(self) -> Iterator[Record]:
-        return (item[2] for item in self._items[self._start :])
-
-    def head(self) -> Record:
-        return self._items[self._start][2]
+    def group(self, record: Record) -> str:
+        return record.account.tenant if self.row.is_fair else ""
 
     def push(self, record: Record) -> None:
-        insort(self._items, (*record.order, record), lo=self._start)
+        level = self.levels.get(record.level)
+        if level is None:
+            level = self.levels[record.level] = _Level(self.row, self.ledger)
+            insort(self.urgency, record.level)
+        group = self.group(record)
+        tenant = level.tenants.get(group)
+        self.ledger.queued(record.account)
+        if tenant is None:
+            tenant = level.tenants[group] = TenantLines(record.account)
+            level.picker.add(record.account)
+        tenant.push(record)
+        level.num += 1
+        self.needs[record.needs] = self.needs.get(record.needs, 0) + 1
 
     def remove(self, record: Record) -> None:
-        index = bisect_left(self._items, record.order, lo=self._start)
-        assert self._items[index][2] is record
-        if index != self._start:
-            del self._items[index]
-            return
-        # The gap before the start keeps sorting below everything behind it; it must not keep the record alive.
-        self._start += 1
-        if self._start > _COMPACT_AFTER and self._start * 2 > len(self._items):
-            del self._items[: self._start]
-            self._start = 0
+        level = self.levels[record.level]
+        tenant = level.tenants[self.group(record)]
+        tenant.remove(record)
+        level.num -= 1
+        if not tenant.num:
+            del level.tenants[self.group(record)]
+            level.picker.remove(tenant.account)
+        if not level.num:
+            del self.levels[record.level]
+            del self.urgency[bisect_left(self.urgency, record.level)]
+        self.ledger.unqueued(record.account)
+        left = self.needs[record.needs] - 1
+        if left:
+            self.needs[record.needs] = left
+        else:
+            del self.needs[record.needs]
 
-    def num_before(self, order: tuple[int, int]) -> int:
-        return bisect_left(self._items, order, lo=self._start) - self._start
+    def __iter__(self) -> Iterator[Record]:
+        for level in self.levels.values():
+            for tenant in level.tenants.values():
+                for line in tenant.lines.values():
+                    yield from line
 
 
 class RequestQueue:
     """Everything that waits. Counts requests and prompt tokens; refusing is the business of admission."""
 
-    def __init__(self) -> None:
+    def __init__(self, row: OrderRow, ledger_of: Callable[[str], Ledger]) -> None:
         self.num_requests = 0
         self.num_tokens = 0
-        self._lines: dict[str, dict[frozenset[Feature], _Line]] = {}
+        self._row = row
+        self._ledger_of = ledger_of
+        self._models: dict[str, _ModelQueue] = {}
+
+    @property
+    def is_fair(self) -> bool:
+        """Whether tenants are kept apart, and due times looked at."""
+        return self._row.is_fair
 
     def push(self, record: Record) -> None:
-        """Put in its place by `record.order`; O(1) for a newcomer of the last priority class."""
-        lines = self._lines.setdefault(record.model, {})
-        lines.setdefault(record.needs, _Line()).push(record)
+        """Put in its place: its level, its tenant's lines, its key."""
+        queue = self._models.get(record.model)
+        if queue is None:
+            ledger = self._ledger_of(record.model)
+            queue = self._models[record.model] = _ModelQueue(self._row, ledger)
+        queue.push(record)
         self.num_requests += 1
         self.num_tokens += record.request.num_prompt_tokens
 
     def remove(self, record: Record) -> None:
-        """Take out from any place: one binary search."""
-        lines = self._lines[record.model]
-        line = lines[record.needs]
-        line.remove(record)
-        if not len(line):
-            del lines[record.needs]
-            if not lines:
-                del self._lines[record.model]
+        """Take out from any place: a few look-ups and one binary search."""
+        queue = self._models[record.model]
+        queue.remove(record)
+        if not queue.levels:
+            del self._models[record.model]
         self.num_requests -= 1
         self.num_tokens -= record.request.num_prompt_tokens
 
-    def heads(self, model: str) -> list[Record]:
-        """The first of each of the model's lines, earliest first."""
-        lines = self._lines.get(model)
-        if not lines:
-            return []
-        if len(lines) == 1:
-            return [line.head() for line in lines.values()]
-        return sorted((line.head() for line in lines.values()), key=lambda record: record.order)
+    def promote(self, record: Record) -> None:
+        """It has waited long: before all younger ones of its tenant, and one level up if there is one."""
+        self.remove(record)
+        queue = self._models.get(record.model)
+        if queue is not None:
+            above = queue.urgency[: bisect_left(queue.urgency, record.level)]
+            record.level = next((key for key in reversed(above) if key[1]), record.level)
+        record.is_aged = True
+        self.push(record)
+
+    def needs(self, model: str) -> Mapping[frozenset[Feature], int]:
+        """The sets of features that those who wait need, with how many need each."""
+        queue = self._models.get(model)
+        return {} if queue is None else queue.needs
+
+    def pick(self, model: str, turn: Turn) -> Record | None:
+        """The next one that can be served; it stays until it is removed."""
+        queue = self._models[model]
+        for key in queue.urgency:
+            level = queue.levels[key]
+            record = level.picker.pick(level.tenants, turn)
+            if record is not None:
+                return record
+        return None
 
     def position(self, record: Record) -> int:
-        """1 is next among those that wait for the same model."""
-        return self.num_before(record.model, record.order) + 1
+        """1 is next among those that wait for the same model; an estimate where tenants take turns.
 
-    def num_before(self, model: str, order: tuple[int, int]) -> int:
-        """How many of the model's requests come before that place."""
-        return sum(line.num_before(order) for line in self._lines.get(model, {}).values())
+        Works for a record that is not here yet, too.
+        """
+        queue = self._models.get(record.model)
+        if queue is None:
+            return 1
+        above = bisect_left(queue.urgency, record.level)
+        ahead = sum(queue.levels[key].num for key in queue.urgency[:above])
+        level = queue.levels.get(record.level)
+        if level is None:
+            return ahead + 1
+        mine = level.tenants.get(queue.group(record))
+        own = mine.num_before(record.key) if mine is not None else 0
+        others = 0
+        seen = 0
+        for tenant in islice(level.tenants.values(), _TENANTS_COUNTED):
+            if tenant is not mine:
+                # Taking turns, each of them is served about as often as this one until it is its turn.
+                others += min(tenant.num, own + 1)
+                seen += 1
+        unseen = len(level.tenants) - seen - (mine is not None)
+        if seen and unseen > 0:
+            others += others * unseen // seen
+        return ahead + own + others + 1
 
     def waiting(self, model: str) -> list[Record]:
-        """All that wait for the model, in order."""
-        lines = self._lines.get(model, {}).values()
-        return sorted((record for line in lines for record in line), key=lambda r: r.order)
+        """All that wait for the model, in the order of arrival within their priority."""
+        queue = self._models.get(model)
+        return [] if queue is None else sorted(queue, key=lambda record: record.order)
 
     def models(self) -> list[str]:
         """Models that somebody waits for."""
-        return list(self._lines)
+        return list(self._models)

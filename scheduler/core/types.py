@@ -84,6 +84,8 @@ class Report:
     last_step_seq: int
     is_idle: bool
     load: Load | None = None
+    cached_prefixes: tuple[int, ...] = ()
+    """Digests of whole blocks that are resident there, those of salted prompts left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +118,26 @@ class Request:
     """Lower runs earlier."""
     tenant: str = ""
     session_id: str | None = None
+    prefix_digests: tuple[int, ...] = ()
+    """One per whole block of the prompt (`core.prefixes`)."""
+    is_salted: bool = False
+    """Whether its prefixes are shared with few; workers do not report those."""
     deadline_at: float | None = None
     first_token_by: float | None = None
     payload: object = None
+
+
+@dataclass(frozen=True, slots=True)
+class TenantLimits:
+    """What one tenant may use. None: as much as there is."""
+
+    requests_per_minute: float | None = None
+    tokens_per_minute: float | None = None
+    """Prompt and generated tokens together."""
+    concurrent: int | None = None
+    """Requests in flight, waiting or running."""
+    weight: float = 1.0
+    """Its share where tenants compete, relative to the others'."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +155,23 @@ class Limits:
     notify_after_s: float = 0.25
     notify_every_s: float = 1.0
     max_sessions: int = 10_000
+    age_s: float = 30.0
+    quantum: int = 4000
+    max_tenants: int = 10_000
+    max_cached_blocks: int = 4096
+    shed: bool = True
+    max_explained: int = 1000
+
+
+@dataclass(slots=True)
+class Stats:
+    """Totals since the start. submitted = finished + failed + cancelled + refused + in flight."""
+
+    submitted: int = 0
+    finished: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    refused: int = 0
 
 
 # --- actions: what the shell must do, in this order -------------------------------------------------

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from candor import errors
-from scheduler.core import POLICIES, Record, Scheduler, Worker
+from scheduler.core import ORDERS, POLICIES, Record, Scheduler, Worker
 from scheduler.core.record import Phase
 from scheduler.core.types import (
     Action,
@@ -38,6 +38,9 @@ LIMITS = Limits(
     worker_wait_s=3.0,
     lost_memory_s=8.0,
     max_sessions=2,
+    age_s=4.0,
+    quantum=20,
+    max_tenants=1,
 )
 FEATURES = st.sampled_from([frozenset[Feature](), frozenset({Feature.RESUME, Feature.SEED})])
 SEED_NEEDED = frozenset({(Feature.SEED, "seed")})
@@ -46,10 +49,18 @@ SEED_NEEDED = frozenset({(Feature.SEED, "seed")})
 class Traffic(RuleBasedStateMachine):
     """Clients and workers that do anything they may do; the books are kept a second time, outside."""
 
-    @initialize(policy=st.sampled_from(sorted(POLICIES)), seed=st.integers(0, 9), features=FEATURES)
-    def begin(self, policy: str, seed: int, features: frozenset[Feature]) -> None:
+    @initialize(
+        policy=st.sampled_from(sorted(POLICIES)),
+        order=st.sampled_from(sorted(ORDERS)),
+        seed=st.integers(0, 9),
+        features=FEATURES,
+    )
+    def begin(self, policy: str, order: str, seed: int, features: frozenset[Feature]) -> None:
         self.now = 0.0
-        self.core = Scheduler(LIMITS, POLICIES[policy].make(), random.Random(seed))
+        self.order = order
+        self.core = Scheduler(
+            LIMITS, POLICIES[policy].make(), random.Random(seed), order=ORDERS[order]
+        )
         self.number = 0
         self.admitted: dict[str, Record] = {}
         self.endings: Counter[str] = Counter()
@@ -81,10 +92,19 @@ class Traffic(RuleBasedStateMachine):
                     }
 
     def check_first_come(self, placed: Record) -> None:
-        """Nobody with the same needs who came before it in its class is still waiting."""
+        """Nobody of its line with an earlier place still waits, but for the sake of a cached prefix."""
+        if self.order == "deficit_prefix" and placed.request.prefix_digests:
+            return
         for other in self.admitted.values():
-            if other.phase is Phase.QUEUED and other.needs == placed.needs:
-                assert other.model != placed.model or placed.order < other.order
+            if (other.phase, other.model, other.needs, other.level) != (
+                Phase.QUEUED,
+                placed.model,
+                placed.needs,
+                placed.level,
+            ):
+                continue
+            if other.account is placed.account or not self.core.queue.is_fair:
+                assert placed.key < other.key
 
     def end(self, record: Record) -> None:
         request_id = record.request.request_id
@@ -108,6 +128,8 @@ class Traffic(RuleBasedStateMachine):
         needs_seed=st.sampled_from([False, False, True]),
         session=st.sampled_from([None, "s", "t", "u"]),
         deadline=st.none() | st.none() | st.integers(-1, 20),
+        tenant=st.sampled_from(["", "a", "b"]),
+        prefix=st.sampled_from([(), (1,), (1, 2), (3,)]),
     )
     def submit(
         self,
@@ -119,6 +141,8 @@ class Traffic(RuleBasedStateMachine):
         needs_seed: bool,
         session: str | None,
         deadline: int | None,
+        tenant: str,
+        prefix: tuple[int, ...],
     ) -> None:
         for _ in range(count):
             self.number += 1
@@ -132,6 +156,8 @@ class Traffic(RuleBasedStateMachine):
                 needs=SEED_NEEDED if needs_seed else frozenset(),
                 session_id=session,
                 deadline_at=None if deadline is None else self.now + deadline,
+                tenant=tenant,
+                prefix_digests=prefix,
             )
             try:
                 actions = self.core.submit(self.now, request)
@@ -283,6 +309,18 @@ class Traffic(RuleBasedStateMachine):
                 assert not any(w.can(record.needs) for w in self.core.pool.free(model))
 
     @invariant()
+    def accounts_and_prefixes_are_kept_in_both_books(self) -> None:
+        live = [r for r in self.admitted.values() if r.phase is not Phase.ENDED]
+        for record in live:
+            mine = [r for r in live if r.account is record.account]
+            assert record.account.num_in_flight == len(mine)
+            assert record.account.num_queued == sum(r.phase is Phase.QUEUED for r in mine)
+        for model in ("m", "n"):
+            tenants = {r.request.tenant for r in live if r.model == model}
+            assert self.core.ledgers.of(model).num_accounts <= len(tenants) + LIMITS.max_tenants
+        self.core.placer.prefixes.check()
+
+    @invariant()
     def counters_add_up(self) -> None:
         s = self.core.stats
         assert s.refused == self.refused
@@ -301,6 +339,7 @@ class Traffic(RuleBasedStateMachine):
             soonest = self.core.next_at()
             assert soonest is None or soonest > self.now
         assert self.core.num_in_flight == 0 and not self.core.pool.workers
+        assert self.core.placer.prefixes.num_blocks == 0
         assert all(self.endings[i] == 1 for i in self.admitted)
 
 

@@ -15,12 +15,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.core.beam import Child
 from engine.core.kv import Kv
 from engine.core.kv.tree import common_length
 from engine.core.sequence import Sequence
+from engine.core.speculation import Speculator
 from engine.core.types import PlanItem, StepPlan
 
 _LEAST_SHARED = 16
@@ -42,8 +43,20 @@ class _Expected:
 class Batcher:
     """The running and the waiting sequences of one runner."""
 
-    def __init__(self, kv: Kv, *, max_running: int, token_budget: int, mixed_budget: int) -> None:
-        """`token_budget`: most tokens of a step; `mixed_budget`: the same while anyone decodes."""
+    def __init__(
+        self,
+        kv: Kv,
+        *,
+        max_running: int,
+        token_budget: int,
+        mixed_budget: int,
+        speculator: Speculator | None = None,
+    ) -> None:
+        """`token_budget`: most tokens of a step; `mixed_budget`: the same while anyone decodes.
+
+        `speculator`: drafts for steps that only decode; None: no drafts.
+        """
+        self._speculator = speculator
         self._kv = kv
         self._max_running = max_running
         self._token_budget = token_budget
@@ -107,7 +120,7 @@ class Batcher:
             items = self._fill()
             # Several long prompts can fill the store half-way each; then the newest makes room.
             if items or not self.running or not self.preempt_newest():
-                return StepPlan(tuple(items))
+                return StepPlan(tuple(self._with_drafts(items)))
 
     def _fill(self) -> list[PlanItem]:
         self._wanted = 0
@@ -127,6 +140,22 @@ class Batcher:
             return False
         self._preempt(self.running[-1])
         return True
+
+    def _with_drafts(self, items: list[PlanItem]) -> list[PlanItem]:
+        """The same with drafts, if all of them decode: a prompt that is waiting comes first."""
+        if self._speculator is None or not all(
+            item.is_last and item.num_known == 1 for item in items
+        ):
+            return items
+        asked = [(i.sequence.drafter, i.sequence.token_ids, i.sequence.draft_room) for i in items]
+        spare = self._mixed_budget - len(items)
+        drafts = self._speculator.drafts(asked, min(spare, self._kv.room() - self._wanted))
+        wanted = self._wanted + sum(map(len, drafts))
+        # Cached prefixes may go for it, running sequences not.
+        if wanted == self._wanted or not self._kv.reserve(wanted):
+            return items
+        self._wanted = wanted
+        return [replace(i, drafts=tuple(d)) for i, d in zip(items, drafts, strict=True)]
 
     # --- steps of a plan ---
 

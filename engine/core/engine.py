@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from engine.core.intake import Intake
 from engine.core.kv.slots import SlotKv
 from engine.core.sampler import Row, Sampled, candidates, sample
 from engine.core.sequence import Matcher, RequestState, Sequence
+from engine.core.speculation import Speculator
 from engine.core.stops import Verdict
 from engine.core.types import (
     ChoiceEnd,
@@ -61,6 +62,7 @@ class Engine:
         clock: Callable[[], float],
         max_choices: int = 128,
         max_logprobs: int = 100,
+        speculator: Speculator | None = None,
     ) -> None:
         """`slots`: sequences that run at the same time. `clock`: seconds, monotonic."""
         budget = min(token_budget, runner.max_batch_tokens)
@@ -80,7 +82,11 @@ class Engine:
         self._intake = Intake(codec, self.limits)
         self._clock = clock
         self._batcher = Batcher(
-            self.kv, max_running=slots, token_budget=budget, mixed_budget=mixed_budget
+            self.kv,
+            max_running=slots,
+            token_budget=budget,
+            mixed_budget=mixed_budget,
+            speculator=speculator,
         )
         self._requests: dict[int, RequestState] = {}
         self._events: list[Event] = []
@@ -88,13 +94,17 @@ class Engine:
 
     # --- the front ---
 
-    def submit(self, request: Request, matcher: Matcher | None = None) -> None:
+    def submit(
+        self, request: Request, matcher: Matcher | None = None, *, submitted_at: float | None = None
+    ) -> None:
         """Take a request; its key must be free. Raises candor.errors for one that cannot be served.
 
-        `matcher`: its constraint, compiled and untouched.
+        `matcher`: its constraint, compiled and untouched. `submitted_at`: when it came, on the engine's
+        clock, if that was not just now.
         """
         assert request.key not in self._requests, f"key {request.key} is in use"
-        state = self._intake.open(request, matcher, self._clock())
+        came_at = self._clock() if submitted_at is None else submitted_at
+        state = self._intake.open(request, matcher, came_at)
         self._requests[request.key] = state
         self.totals.prompt_tokens += len(request.prompt)
         self._enqueue(state)
@@ -140,7 +150,7 @@ class Engine:
         logits = self._forward(plan)
         computed = self._clock()
         if logits is not None:
-            self._advance(plan, logits)
+            self._advance(plan, logits, stats)
         sampled = self._clock()
         events = self._emit()
         stats.plan_s, stats.forward_s = planned - started, computed - planned
@@ -164,10 +174,9 @@ class Engine:
             self._fail_batch(plan, error)
         return None
 
-    def _advance(self, plan: StepPlan, logits: Logits) -> None:
-        """Book what was computed and let every sequence that is up to date take its next token."""
-        ready: list[Sequence] = []
-        picked: list[int] = []
+    def _advance(self, plan: StepPlan, logits: Logits, stats: StepStats) -> None:
+        """Book what was computed and let every sequence that is up to date take its next tokens."""
+        turns: list[_Turn] = []
         at = 0
         for item in plan.items:
             sequence = item.sequence
@@ -176,34 +185,36 @@ class Engine:
                 self._score_prompt(item, logits[at : at + item.num_logits])
             at += item.num_logits
             if item.is_last:
-                ready.append(sequence)
-                picked.append(at - 1)
-        rows = logits if len(picked) == len(logits) else logits[picked]
-        self._choose(ready, rows)
+                turns.append(_Turn(sequence, at - 1 - len(item.drafts), item.drafts))
+        said: dict[Sequence, int] = {}
+        while turns:
+            turns = self._choose(turns, logits, said)
+            # Whoever goes on does so because a draft was right.
+            stats.num_accepted_tokens += len(turns)
+        self.totals.accepted_tokens += stats.num_accepted_tokens
 
-    def _choose(self, ready: list[Sequence], logits: Logits) -> None:
-        """Sample for every sequence that wants a token; `logits` has a row for each of `ready`."""
-        chosen: list[Sequence] = []
+    def _choose(self, turns: list[_Turn], logits: Logits, said: dict[Sequence, int]) -> list[_Turn]:
+        """One more token for each; returns the turns of those whose draft was right about it."""
+        chosen: list[_Turn] = []
         rows: list[Row] = []
-        places: list[int] = []
-        for place, sequence in enumerate(ready):
+        for turn in turns:
+            sequence = turn.sequence
             if sequence.state.is_ended:
                 continue
             if sequence.state.beam is not None:
-                self._report_beam(sequence, logits[place])
+                self._report_beam(sequence, logits[turn.at])
             elif sequence.state.stop_rules.max_tokens == 0:
                 self._end_choice(sequence, sequence.stopper.end())
             elif (row := self._sampling_row(sequence)) is not None:
-                chosen.append(sequence)
+                chosen.append(turn)
                 rows.append(row)
-                places.append(place)
-        if not rows:
-            return
-        some = logits if len(places) == len(logits) else logits[places]
-        for sequence, sampled in zip(chosen, sample(some, rows), strict=True):
+        found = sample([logits[turn.at] for turn in chosen], rows)
+        going_on: list[_Turn] = []
+        for turn, sampled in zip(chosen, found, strict=True):
             # A sibling may have failed the request a moment ago.
-            if not sequence.state.is_ended:
-                self._take(sequence, sampled)
+            if not turn.sequence.state.is_ended and self._take(turn, sampled, said):
+                going_on.append(replace(turn, num_right=turn.num_right + 1))
+        return going_on
 
     def _sampling_row(self, sequence: Sequence) -> Row | None:
         try:
@@ -212,20 +223,38 @@ class Engine:
             self._fail(sequence.state, error)
             return None
 
-    def _take(self, sequence: Sequence, sampled: Sampled | Exception) -> None:
-        state = sequence.state
+    def _take(self, turn: _Turn, sampled: Sampled | Exception, said: dict[Sequence, int]) -> bool:
+        """Give a sequence its next token; whether the draft was right, so that another one is known."""
+        sequence, state = turn.sequence, turn.sequence.state
         if isinstance(sampled, Exception):
             self._fail(state, sampled)
-            return
+            return False
         try:
             delta = sequence.take(sampled)
         except errors.CandorError as error:
             self._fail(state, error)
-            return
+            return False
         self._count(state, 1)
-        self._events.append(delta)
+        if sequence in said:  # what a step adds to a sequence is one delta
+            self._events[said[sequence]] = _joined(self._events[said[sequence]], delta)
+        else:
+            said[sequence] = len(self._events)
+            self._events.append(delta)
+        if turn.draft == sampled.token and delta.end is None:
+            sequence.num_computed += 1
+            return True
+        if turn.drafts:
+            self._settle(turn, was_refused=turn.draft is not None and delta.end is None)
         if delta.end is not None:
             self._leave(sequence)
+        return False
+
+    def _settle(self, turn: _Turn, *, was_refused: bool) -> None:
+        """The draft is used up: forget what was computed for nothing."""
+        sequence, num_drafts = turn.sequence, len(turn.drafts)
+        assert sequence.row is not None, "it has not left yet"
+        self.kv.retract(sequence.row, num_drafts - turn.num_right)
+        sequence.state.acceptance.note(num_drafts, turn.num_right, was_refused=was_refused)
 
     def _emit(self) -> list[Event]:
         events, self._events = self._events, []
@@ -236,10 +265,12 @@ class Engine:
             self._step_seq += 1
         stats = StepStats(step_seq=self._step_seq)
         for item in plan.items:
-            if item.num_tokens == 1 and item.start >= item.sequence.num_prompt:
+            if item.num_known == 1 and item.start >= item.sequence.num_prompt:
                 stats.num_decode_tokens += 1
             else:
-                stats.num_prefill_tokens += item.num_tokens
+                stats.num_prefill_tokens += item.num_known
+            stats.num_draft_tokens += len(item.drafts)
+        self.totals.draft_tokens += stats.num_draft_tokens
         return stats
 
     # --- requests ---
@@ -306,6 +337,9 @@ class Engine:
                 num_generated_tokens=state.num_generated
                 + sum(len(r.token_ids) for r in state.request.resumed),
                 num_cached_tokens=state.num_cached,
+                num_draft_tokens=state.acceptance.num_drafted,
+                num_accepted_tokens=state.acceptance.num_accepted,
+                queue_s=started - state.submitted_at,
                 prefill_s=first - started,
                 decode_s=now - first,
                 total_s=now - state.submitted_at,
@@ -345,9 +379,9 @@ class Engine:
     def _book(self, item: PlanItem) -> None:
         sequence = item.sequence
         assert sequence.row is not None, "what was computed has a row"
-        ids = sequence.token_ids[item.start : item.start + item.num_tokens]
-        self.kv.extend(sequence.row, ids)
-        sequence.num_computed += item.num_tokens
+        ids = sequence.token_ids[item.start : item.start + item.num_known]
+        self.kv.extend(sequence.row, [*ids, *item.drafts])
+        sequence.num_computed += item.num_known
 
     def _count(self, state: RequestState, num_tokens: int) -> None:
         if state.first_token_at is None:
@@ -417,6 +451,41 @@ class Engine:
         self._finish(state)
 
 
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """A sequence that gets tokens from its rows of logits: `num_right` of them are known already."""
+
+    sequence: Sequence
+    first: int
+    """The row of its last known token; each draft has the next one."""
+    drafts: tuple[int, ...]
+    num_right: int = 0
+
+    @property
+    def at(self) -> int:
+        """The row that the next token comes from."""
+        return self.first + self.num_right
+
+    @property
+    def draft(self) -> int | None:
+        """What the next token was expected to be."""
+        return self.drafts[self.num_right] if self.num_right < len(self.drafts) else None
+
+
+def _joined(first: Event, more: Delta) -> Delta:
+    """Two neighbouring deltas of a choice as one."""
+    assert (
+        isinstance(first, Delta) and first.token_offset + len(first.token_ids) == more.token_offset
+    )
+    return replace(
+        first,
+        token_ids=first.token_ids + more.token_ids,
+        text=first.text + more.text,
+        scores=first.scores + more.scores,
+        end=more.end,
+    )
+
+
 def _batch(plan: StepPlan) -> StepInput:
     """The flat arrays that the runner takes."""
     total = plan.num_tokens
@@ -426,7 +495,8 @@ def _batch(plan: StepPlan) -> StepInput:
     for item in plan.items:
         until = at + item.num_tokens
         end = item.start + item.num_tokens
-        token_ids[at:until] = item.sequence.token_ids[item.start : end]
+        token_ids[at : at + item.num_known] = item.sequence.token_ids[item.start : end]
+        token_ids[at + item.num_known : until] = item.drafts
         positions[at:until] = np.arange(item.start, end)
         row = item.sequence.row
         assert row is not None, "what is planned has a row"
@@ -434,6 +504,6 @@ def _batch(plan: StepPlan) -> StepInput:
         if item.wants_all_logits:
             wants[at:until] = True
         else:
-            wants[until - 1] = item.is_last
+            wants[until - item.num_logits : until] = True
         at = until
     return StepInput(token_ids, positions, rows, wants)

@@ -19,7 +19,8 @@ class Rates:
 
     def add(self, stats: StepStats) -> None:
         """Take a step into account. The time of a mixed step is divided by tokens."""
-        prefill, decode = stats.num_prefill_tokens, stats.num_decode_tokens
+        prefill = stats.num_prefill_tokens
+        decode = stats.num_decode_tokens + stats.num_accepted_tokens
         if prefill + decode == 0 or stats.total_s <= 0:
             return
         rate = (prefill + decode) / stats.total_s

@@ -5,8 +5,8 @@ Knows numbers only: no text, no stops, no sequences. The order of the steps is p
     bias → allowed ids → constraint mask → min_tokens mask → repetition, frequency, presence penalty
     → temperature → top-k → top-p → min-p → softmax → draw
 
-Rows that need none of it (plain greedy) share one argmax over the batch. The others are worked on one at a
-time: a row of a 49k vocabulary stays in the core's cache, a batch of them does not, and a row's arithmetic is
+Rows that need none of it (plain greedy) are one argmax. The others are worked on one at a time: a row of a
+49k vocabulary stays in the core's cache, a batch of them does not, and a row's arithmetic is
 then the same to the bit whoever else is in the batch. The draw is `uniform(seed, choice, position)` put
 through the inverse of the cumulative distribution, so a token depends on these three and on the logits.
 (Runners whose logits move in the last bits with the batch can still move a draw that falls on a boundary.)
@@ -15,7 +15,7 @@ through the inverse of the cumulative distribution, so a token depends on these 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -167,24 +167,23 @@ class Sampled:
     scores: TokenScores | None = None
 
 
-def sample(logits: Logits, rows: Sequence[Row]) -> list[Sampled | Exception]:
+def sample(logits: Iterable[Logits], rows: Sequence[Row]) -> list[Sampled | Exception]:
     """The next token of each row, or why there is none (then only that sequence fails)."""
-    results: list[Sampled | Exception] = [Sampled(-1)] * len(rows)
-    plain = [i for i, row in enumerate(rows) if row.is_plain]
-    if plain:
-        some = logits if len(plain) == len(rows) else logits[plain]
-        for i, token in zip(plain, some.argmax(axis=1).tolist(), strict=True):
-            # argmax finds a NaN first, so a broken row cannot pass for an answer.
-            is_number = logits[i, token] == logits[i, token]
-            results[i] = Sampled(token) if is_number else broken()
-    if len(plain) < len(rows):
-        for i, row in enumerate(rows):
-            if not row.is_plain:
-                try:
-                    results[i] = _sample_row(logits[i], row)
-                except errors.CandorError as error:
-                    results[i] = error
+    results: list[Sampled | Exception] = []
+    for raw, row in zip(logits, rows, strict=True):
+        try:
+            results.append(_plain(raw) if row.is_plain else _sample_row(raw, row))
+        except errors.CandorError as error:
+            results.append(error)
     return results
+
+
+def _plain(raw: Logits) -> Sampled:
+    token = int(raw.argmax())
+    # argmax finds a NaN first, so a broken row cannot pass for an answer.
+    if raw[token] != raw[token]:
+        raise broken()
+    return Sampled(token)
 
 
 def _sample_row(raw: Logits, row: Row) -> Sampled:

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.core.sampler import Penalties, Row, Rules, Sampled
+from engine.core.speculation import Acceptance, Drafter, Lookup
 from engine.core.stops import Stopper, StopRules, Verdict
 from engine.core.types import ChoiceEnd, Delta, FinishReason, Request, TokenScores
 
@@ -60,6 +61,7 @@ class RequestState:
     matcher: Matcher | None = None
     """The constraint at its beginning; every choice works on a copy of its own."""
     beam: BeamSearch | None = None
+    acceptance: Acceptance = field(default_factory=Acceptance)
     prompt_scores: PromptScores | None = None
     """Collected while the prompt is computed, when prompt logprobs are wanted; None once they are out."""
 
@@ -84,6 +86,10 @@ class Sequence:
     row: int | None = None
     scores_prompt: bool = False
     """Whether every position of the prompt must be computed here, as its scores are wanted."""
+    drafter: Drafter = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.drafter = Drafter(Lookup(), self.state.acceptance)
 
     @property
     def num_prompt(self) -> int:
@@ -94,6 +100,14 @@ class Sequence:
     def num_generated(self) -> int:
         """Tokens of the choice so far."""
         return len(self.token_ids) - self.num_prompt
+
+    @property
+    def draft_room(self) -> int:
+        """Tokens that may be drafted: so many can follow the next one."""
+        # Beams part after every token, and while the prompt is scored every row of logits has its meaning.
+        if self.state.beam is not None or self.scores_prompt:
+            return 0
+        return self.state.stop_rules.max_tokens - self.num_generated - 1
 
     def sampling_row(self) -> Row:
         """What the sampler must know to choose the next token."""

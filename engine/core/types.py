@@ -112,23 +112,30 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class PlanItem:
-    """The next `num_tokens` tokens of one sequence."""
+    """The next `num_known` tokens of one sequence, and drafted ones behind its end."""
 
     sequence: Sequence
     start: int
-    num_tokens: int
+    num_known: int
     wants_all_logits: bool
     """Whether every position is scored (prompt logprobs), not only the last one of the sequence."""
+    drafts: tuple[int, ...] = ()
+    """Tokens that may follow, computed along with the last known one and verified by its sampling."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the batch that belong to this item."""
+        return self.num_known + len(self.drafts)
 
     @property
     def is_last(self) -> bool:
         """Whether the sequence is computed up to its end, so that it gets a next token."""
-        return self.start + self.num_tokens == len(self.sequence.token_ids)
+        return self.start + self.num_known == len(self.sequence.token_ids)
 
     @property
     def num_logits(self) -> int:
         """Rows of logits that belong to this item."""
-        return self.num_tokens if self.wants_all_logits else int(self.is_last)
+        return self.num_known if self.wants_all_logits else int(self.is_last) + len(self.drafts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +157,10 @@ class StepStats:
     step_seq: int = 0
     num_prefill_tokens: int = 0
     num_decode_tokens: int = 0
+    """Sequences that were at their end and got a next token."""
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    """Tokens beyond those, that drafts were right about."""
     plan_s: float = 0.0
     forward_s: float = 0.0
     sample_s: float = 0.0
@@ -232,7 +243,13 @@ class Finished:
     num_prompt_tokens: int
     num_generated_tokens: int
     num_cached_tokens: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    """Drafted tokens that were right; each saved a step."""
+    queue_s: float
+    """From submit to the first forward pass; preemptions later count as decode."""
     prefill_s: float
+    """From there to the first token."""
     decode_s: float
     total_s: float
 
@@ -255,6 +272,8 @@ class Totals:
     prompt_tokens: int = 0
     generated_tokens: int = 0
     cached_tokens: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
     num_preemptions: int = 0
     num_failed_steps: int = 0
 

@@ -60,6 +60,10 @@ class Kv(Protocol):
         """Note that the runner has computed these tokens behind the row's end."""
         ...
 
+    def retract(self, row: int, num_tokens: int) -> None:
+        """Forget the last tokens of a running row, in the runner's store too."""
+        ...
+
     def release(self, row: int, *, keep: bool) -> None:
         """The sequence no longer needs the row. `keep`: its tokens stay until the room is needed."""
         ...

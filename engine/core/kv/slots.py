@@ -114,6 +114,11 @@ class SlotKv:
             end.token_ids.extend(token_ids)
         self._num_resident += len(token_ids)
 
+    def retract(self, row: int, num_tokens: int) -> None:
+        """Forget the last tokens of a running row, in the runner's store too."""
+        if num_tokens:
+            self._trim(row, self._ends[row].depth - num_tokens)
+
     def release(self, row: int, *, keep: bool) -> None:
         """The sequence no longer needs the row. `keep`: its tokens stay until the room is needed."""
         self._running.remove(row)

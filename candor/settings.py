@@ -101,7 +101,8 @@ def check_variables(environ: Mapping[str, str], own: Sequence[str] = ()) -> None
             close = difflib.get_close_matches(name, known, n=1, cutoff=0.85)
             if close:
                 raise SettingError(f"{name} is no setting; did you mean {close[0]}?")
-            log.warning("a variable that is no setting", extra={"variable": name})
+            # Before logs are set up, so the message alone must say it.
+            log.warning("%s is no setting", name)
 
 
 def resolve(

@@ -1,7 +1,7 @@
 """One request, many ways to ask: streamed or whole, chat or completion, and /tokenize all tell the same.
 
-CANDOR_AGREEMENT_EXAMPLES is how many random requests are compared (500 for a whole run, fewer in the suite),
-CANDOR_AGREEMENT_REAL how many of them on the real model. The native runner gives the same bits whatever else
+AGREEMENT_EXAMPLES is how many random requests are compared (500 for a whole run, fewer in the suite),
+AGREEMENT_REAL how many of them on the real model. The native runner gives the same bits whatever else
 is in the batch, so nothing is forgiven there either.
 """
 
@@ -21,8 +21,8 @@ from bench.stack import Running
 from tests.fakes.agreement import PATHS, Answer, Body, of_body, of_stream, requests
 from tests.fakes.fuzz import CHAT, COMPLETION, TOKENIZE
 
-EXAMPLES = int(os.environ.get("CANDOR_AGREEMENT_EXAMPLES", "60"))
-REAL_EXAMPLES = int(os.environ.get("CANDOR_AGREEMENT_REAL", "8"))
+EXAMPLES = int(os.environ.get("AGREEMENT_EXAMPLES", "60"))
+REAL_EXAMPLES = int(os.environ.get("AGREEMENT_REAL", "8"))
 MODEL = "smollm2-135m"
 TIMEOUT_S = 60.0
 

@@ -192,12 +192,24 @@ CONTENT_TYPES: tuple[str | None, ...] = (
 )
 
 
-def shots(count: int, seed: int, model: str) -> Iterator[Shot]:
+@dataclass(frozen=True)
+class Names:
+    """Served models."""
+
+    generates: str
+    embeds: str
+
+    def at(self, path: str) -> str:
+        """The one that serves a path."""
+        return self.embeds if path == EMBEDDING else self.generates
+
+
+def shots(count: int, seed: int, models: Names) -> Iterator[Shot]:
     """So many requests; the n-th is the same however many are asked for."""
     for number in range(count):
         rng = random.Random(f"{seed}/{number}")
         path = rng.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
-        body = _valid(rng, path, model)
+        body = _valid(rng, path, models.at(path))
         for _ in range(rng.choice((1, 1, 1, 1, 2, 2, 3))):
             body = rng.choice(_CHANGES)(rng, body)
         raw = _encode(body)
@@ -209,12 +221,12 @@ def shots(count: int, seed: int, model: str) -> Iterator[Shot]:
         yield Shot(number, path, raw, kind)
 
 
-def valid(count: int, seed: int, model: str) -> Iterator[Shot]:
+def valid(count: int, seed: int, models: Names) -> Iterator[Shot]:
     """What the changes start from, unchanged."""
     for number in range(count):
         rng = random.Random(f"{seed}/{number}")
         path = rng.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
-        yield Shot(number, path, _encode(_valid(rng, path, model)))
+        yield Shot(number, path, _encode(_valid(rng, path, models.at(path))))
 
 
 def _valid(rng: random.Random, path: str, model: str) -> dict[str, Any]:

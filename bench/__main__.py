@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import os
 import platform
 from pathlib import Path
@@ -15,6 +16,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from bench import engine
 from bench import load as generator
 from bench.stack import Running, candor_stack, cpu_seconds, llamacpp_server, wait_quiet
 from candor.cli import models
@@ -32,7 +34,9 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=48)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--runner", default="auto", help="runner of our workers")
-    parser.add_argument("--only", choices=["peer", "cost"], help="one half of the benchmark")
+    parser.add_argument(
+        "--only", choices=["peer", "shapes", "cost", "engine"], help="one part of it"
+    )
     a = parser.parse_args()
     path = models.ensure(a.model) if a.model in models.KNOWN else models.resolve(a.model)
     console.print(
@@ -41,9 +45,11 @@ def main() -> None:
         " tokens, greedy, streamed",
         highlight=False,
     )
-    if a.only != "cost":
+    if a.only in (None, "engine"):
+        engine.measure(path, a.threads, console)
+    if a.only in (None, "peer", "shapes"):
         beside_llamacpp(path, a)
-    if a.only != "peer":
+    if a.only in (None, "cost"):
         cost_per_chunk(path)
 
 
@@ -56,11 +62,18 @@ def beside_llamacpp(path: Path, a: argparse.Namespace) -> None:
         llamacpp_server(path, slots=a.slots, threads=a.threads, context=context) as peer,
         candor_stack(path, arguments=serve) as ours,
     ):
+        if a.only in (None, "shapes"):
+            _shapes(ours, peer, a)
+        if a.only == "shapes":
+            return
         table = Table("streams", "tokens/s candor", "llama.cpp", "ratio")
         for column in ("TTFT p50 ms candor", "llama.cpp", "ratio"):
             table.add_column(column)
         for concurrency in (int(c) for c in a.concurrency.split(",")):
-            mine, theirs = _take_turns(ours, peer, concurrency, a)
+            load = generator.Load(
+                concurrency, max(2, concurrency), max_tokens=a.max_tokens, seed=1 + concurrency
+            )
+            mine, theirs = _take_turns(ours, peer, load, a.rounds)
             table.add_row(
                 str(concurrency),
                 f"{mine.tokens_per_s:.1f}",
@@ -73,18 +86,37 @@ def beside_llamacpp(path: Path, a: argparse.Namespace) -> None:
         console.print(table)
 
 
+def _shapes(ours: Running, peer: Running, a: argparse.Namespace) -> None:
+    """Prompts of a shape of their own: many that begin alike, and long ones."""
+    table = Table("load", "candor", "llama.cpp", "ratio")
+    shared = generator.Load(16, 16, prompt_tokens=24, shared_tokens=400, max_tokens=24)
+    mine, theirs = _take_turns(ours, peer, shared, a.rounds)
+    table.add_row(
+        "16 cold requests behind 400 shared tokens, tokens/s",
+        f"{mine.tokens_per_s:.1f}",
+        f"{theirs.tokens_per_s:.1f}",
+        f"{mine.tokens_per_s / theirs.tokens_per_s:.2f}",
+    )
+    for streams in (1, 4):
+        long = generator.Load(streams, max(2, streams), prompt_tokens=480, max_tokens=8)
+        mine, theirs = _take_turns(ours, peer, long, a.rounds)
+        table.add_row(
+            f"512-token prompts, {streams} at a time, TTFT p50 ms",
+            f"{mine.ttft_p50_ms:.0f}",
+            f"{theirs.ttft_p50_ms:.0f}",
+            f"{mine.ttft_p50_ms / theirs.ttft_p50_ms:.2f}",
+        )
+    console.print(table)
+
+
 def _take_turns(
-    ours: Running, peer: Running, concurrency: int, a: argparse.Namespace
+    ours: Running, peer: Running, load: generator.Load, rounds: int
 ) -> tuple[generator.Result, generator.Result]:
     best: list[generator.Result | None] = [None, None]
-    for turn in range(a.rounds):
+    for _ in range(rounds):
+        # Every round has prompts that neither side has seen.
+        load = dataclasses.replace(load, seed=load.seed + 97)
         for side, server in enumerate((ours, peer)):
-            load = generator.Load(
-                concurrency=concurrency,
-                requests=max(2, concurrency),
-                max_tokens=a.max_tokens,
-                seed=1 + turn * 97 + concurrency,
-            )
             result = asyncio.run(generator.run(server.url, "bench", load))
             if result.errors:
                 raise SystemExit(f"{server.url}: {result.errors}")

@@ -16,10 +16,13 @@ from engine.backends.native import NativeBackend
 from engine.config import Config
 from engine.core.engine import Engine
 from engine.core.guided import Grammars
+from engine.core.speculation import Speculator, StepCosts
 from engine.embedding import EmbeddingProcess
+from engine.metrics import EngineMetrics, MetricsServer
 from engine.process import WorkerProcess
 from engine.runners import Runner, open_runner
 from engine.runners.bert import BertEncoder, is_encoder
+from engine.runners.timing import pass_times
 from engine.service import EngineService, Served
 from tokenizer_svc.codec import Codec, open_codec
 
@@ -38,9 +41,25 @@ _FEATURES = (
 class Process(WorkerProcess):
     """A worker process around a runner."""
 
-    def __init__(self, config: Config, runner: Runner, codec: Codec) -> None:
-        """Called on the event loop. Takes over the runner."""
+    def __init__(
+        self, config: Config, runner: Runner, codec: Codec, costs: StepCosts | None = None
+    ) -> None:
+        """Called on the event loop. Takes over the runner. `costs`: of its passes, if it is to speculate.
+
+        Raises OSError when the metrics' address is taken.
+        """
         self._runner = runner
+        self._costs = costs
+        self._metrics = EngineMetrics(
+            model=config.name,
+            runner=runner.name,
+            is_batch_invariant=runner.is_batch_invariant,
+            speculates=costs is not None,
+        )
+        self.metrics_server: MetricsServer | None = None
+        if config.engine_metrics is not None:
+            self.metrics_server = MetricsServer(self._metrics, config.engine_metrics)
+            log.info("metrics", extra={"address": self.metrics_server.address})
         super().__init__(config, codec)
 
     def _open_backend(self) -> NativeBackend:
@@ -54,6 +73,7 @@ class Process(WorkerProcess):
             max_choices=config.max_choices,
             max_logprobs=config.max_logprobs,
             clock=time.monotonic,
+            speculator=Speculator(self._costs) if self._costs else None,
         )
         self.backend = NativeBackend(
             engine,
@@ -70,6 +90,7 @@ class Process(WorkerProcess):
             max_requests=config.max_requests,
             on_death=self._die,
             on_quiet_change=lambda: self.membership.tell(),
+            on_frame=self._metrics.observe,
         )
         return self.backend
 
@@ -92,13 +113,25 @@ class Process(WorkerProcess):
     def _features(self) -> tuple[engine_pb2.EngineFeature, ...]:
         return _FEATURES
 
+    async def stop(self) -> None:
+        """Take nothing new, finish what runs, leave, close."""
+        await super().stop()
+        if self.metrics_server is not None:
+            await asyncio.to_thread(self.metrics_server.close)
+
     def _release(self) -> None:
         self._runner.close()
 
 
 async def run(config: Config, make: Callable[[], WorkerProcess]) -> int:
     """Serve until a signal or the scheduler says stop. Returns the exit code."""
-    process = make()
+    try:
+        process = make()
+    except OSError as error:
+        sys.stderr.write(
+            f"{PROG}: cannot listen on --engine-metrics={config.engine_metrics}: {error}\n"
+        )
+        return 1
     try:
         port = await process.start()
     except RuntimeError as error:
@@ -134,8 +167,21 @@ def load(config: Config) -> Callable[[], WorkerProcess]:
         max_model_len=config.max_model_len,
         threads=config.num_threads,
         slots=config.slots,
+        batch_invariant=config.batch_invariant,
     )
-    return lambda: Process(config, runner, codec)
+    costs = _costs(config, runner)
+    return lambda: Process(config, runner, codec, costs)
+
+
+def _costs(config: Config, runner: Runner) -> StepCosts | None:
+    """What passes cost, when drafts are wanted. Where a row costs nearly a step of its own, as in llama.cpp's
+    quantised kernels, drafts were measured not to help."""
+    if config.speculation == "off" or (config.speculation == "auto" and runner.name != "native"):
+        return None
+    times = pass_times(runner)
+    shown = ", ".join(f"{size}: {1e3 * seconds:.1f}" for size, seconds in times)
+    log.info("drafts are verified where they pay", extra={"pass_ms_by_tokens": shown})
+    return StepCosts(times) if len(times) > 1 else None
 
 
 def main() -> None:

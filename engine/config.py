@@ -32,12 +32,29 @@ class Config:
         "model, for tests)",
         choices=("auto", *RUNNERS),
     )
+    batch_invariant: bool = setting(
+        False,
+        "require a runner whose numbers do not depend on who else is in the batch: auto then takes native "
+        "or fails, and llamacpp is refused",
+    )
+    speculation: str = setting(
+        "auto",
+        "drafts from the text so far, verified in the same step, with the same tokens as a result: off, "
+        "lookup, or auto (lookup with the native runner, where it was measured to help)",
+        choices=("auto", "off", "lookup"),
+    )
     scheduler: str = setting(
         "127.0.0.1:50051", "scheduler this worker attaches to", unit="host:port"
     )
     engine: str | None = setting(
         None,
         "address of the gRPC door; 127.0.0.1, port 50100 + card index when unset",
+        unit="host:port",
+    )
+    engine_metrics: str | None = setting(
+        None,
+        "address of this worker's own Prometheus endpoint, or of the first free port behind it; nothing "
+        "listens when unset",
         unit="host:port",
     )
     advertise: str | None = setting(
@@ -115,6 +132,8 @@ class Config:
             raise SettingError(f"--model={self.model!r} does not exist")
         for address in (self.scheduler, self.address, self.advertise or self.address):
             host_port(address)
+        if self.engine_metrics is not None:
+            host_port(self.engine_metrics)
         if self.slots > self.token_budget:
             raise SettingError(
                 f"--slots={self.slots} is above --token-budget={self.token_budget}: a step must have "

@@ -229,8 +229,10 @@ def _finished(event: Finished) -> inference_pb2.Finished:
             prompt_tokens=event.num_prompt_tokens,
             completion_tokens=event.num_generated_tokens,
             cached_tokens=event.num_cached_tokens,
+            accepted_draft_tokens=event.num_accepted_tokens,
         ),
         timings=inference_pb2.Timings(
+            queue_us=_us(event.queue_s),
             prefill_us=_us(event.prefill_s),
             decode_us=_us(event.decode_s),
             total_us=_us(event.total_s),

@@ -40,6 +40,7 @@ _BLOCKED_WAIT_S = 0.02
 class _Submit:
     request: Request
     matcher: Matcher | None
+    came_at: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +60,12 @@ class NativeBackend:
         max_requests: int,
         on_death: Callable[[], None],
         on_quiet_change: Callable[[], None] = lambda: None,
+        on_frame: Callable[[Frame], None] = lambda _frame: None,
     ) -> None:
         """`max_requests`: open at a time; more are refused. `on_death`: the loop cannot go on.
 
         `on_quiet_change`: the load changed in a step that no sink hears of, such as one after an abort.
+        `on_frame`: hears every frame before the sinks do. All on the event loop.
         """
         self.description = description
         self._engine = engine
@@ -70,6 +73,7 @@ class NativeBackend:
         self._max_requests = max_requests
         self._on_death = on_death
         self._on_quiet_change = on_quiet_change
+        self._on_frame = on_frame
         self._loop = asyncio.get_running_loop()
         self._keys = itertools.count(1)
         # On the event loop: who is waiting for what.
@@ -104,11 +108,13 @@ class NativeBackend:
             self._say(sink, Failed(request.key, full))
             return
         self._sinks[request.key] = sink
+        # The engine's clock: what a request waits for its constraint and for the step that runs is queueing.
+        came_at = time.monotonic()
         if request.constraint is None:
-            self._put(_Submit(request, None))
+            self._put(_Submit(request, None, came_at))
             return
         compiling = self._compiler.submit(self._grammars.compile, request.constraint)
-        compiling.add_done_callback(lambda done: self._call(self._compiled, request, done))
+        compiling.add_done_callback(lambda done: self._call(self._compiled, request, came_at, done))
 
     def abort(self, key: int) -> None:
         """Forget a request; see the protocol."""
@@ -141,7 +147,7 @@ class NativeBackend:
         self._thread.join(_LAST_STEP_S)
         return not self._thread.is_alive()
 
-    def _compiled(self, request: Request, done: Future[Matcher]) -> None:
+    def _compiled(self, request: Request, came_at: float, done: Future[Matcher]) -> None:
         sink = self._sinks.get(request.key)
         if sink is None:
             return
@@ -150,7 +156,7 @@ class NativeBackend:
         else:
             error = done.exception()
         if error is None:
-            self._put(_Submit(request, done.result()))
+            self._put(_Submit(request, done.result(), came_at))
         else:
             del self._sinks[request.key]
             self._note_idle()
@@ -173,6 +179,7 @@ class NativeBackend:
         if frame.stats.step_seq != self._last.stats.step_seq:
             self._last_unix_ms = round(time.time() * 1000)
         before, self._last = self._last.load.engine, frame
+        self._on_frame(frame)
         if digests is not None:
             self._digests = digests
         shares: dict[int, tuple[Sink, list[Event]]] = {}
@@ -252,7 +259,7 @@ class NativeBackend:
             self._engine.abort(command.key)
             return None
         try:
-            self._engine.submit(command.request, command.matcher)
+            self._engine.submit(command.request, command.matcher, submitted_at=command.came_at)
         except errors.CandorError as error:
             return Failed(command.request.key, error)
         except Exception as error:

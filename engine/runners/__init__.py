@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -95,17 +94,24 @@ def open_runner(
     max_model_len: int | None,
     threads: int,
     slots: int | None = None,
+    batch_invariant: bool = False,
 ) -> Runner:
     """Load `model_path` with one of RUNNERS, or with the one that "auto" finds best for `slots` rows.
 
-    `max_model_len` None means the model's own context length. Imports the framework lazily.
-    Raises ValueError for an unknown name, a file that is no model, or sizes the model cannot have.
+    `max_model_len` None means the model's own context length. `batch_invariant`: only a runner whose
+    numbers do not depend on the batch will do. Imports the framework lazily. Raises ValueError for an
+    unknown name, a file that is no model, sizes the model cannot have, or a runner that is not invariant.
     """
 
     def load(chosen: str) -> Runner:
         module, cls = RUNNERS[chosen]
-        factory: Callable[..., Runner] = getattr(importlib.import_module(module), cls)
-        return factory(
+        factory: Any = getattr(importlib.import_module(module), cls)
+        if batch_invariant and not factory.is_batch_invariant:
+            raise ValueError(
+                f"batch_invariant is on, but the numbers of runner {chosen} depend on the batch; "
+                "native, reference and synthetic would do"
+            )
+        runner: Runner = factory(
             model_path,
             max_rows=max_rows,
             kv_tokens=kv_tokens,
@@ -113,11 +119,12 @@ def open_runner(
             max_model_len=max_model_len,
             threads=threads,
         )
+        return runner
 
     if name == "auto":
         from engine.runners.auto import choose
 
-        return choose(model_path, slots or max_rows, load)
+        return choose(model_path, slots or max_rows, load, batch_invariant=batch_invariant)
     if name not in RUNNERS:
         raise ValueError(f"unknown runner {name!r}, none of auto, {', '.join(RUNNERS)}")
     return load(name)

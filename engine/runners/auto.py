@@ -28,12 +28,17 @@ FLOAT32_PER_FILE_BYTE = 8.0
 """A 4-bit file grows about eightfold as float32, the worst case."""
 
 
-def choose(model_path: str, slots: int, load: Callable[[str], Runner]) -> Runner:
+def choose(
+    model_path: str, slots: int, load: Callable[[str], Runner], *, batch_invariant: bool = False
+) -> Runner:
     """The loaded runner that decodes `slots` rows fastest, or the native one within MARGIN of it.
 
     `load` opens one by name. Only models of a family that the native runner knows, and small enough for it,
-    are timed: the others get llamacpp. Raises ValueError when not even llamacpp takes the file.
+    are timed: the others get llamacpp. With `batch_invariant` it is native or none. Raises ValueError when
+    not even llamacpp takes the file.
     """
+    if batch_invariant:
+        return _picked(load("native"), "numbers that do not depend on the batch are asked for")
     needed = _size(Path(model_path)) * FLOAT32_PER_FILE_BYTE
     if needed > MEMORY_SHARE * _free_memory():
         return _picked(load("llamacpp"), f"float32 weights would take {needed / 1e9:.1f} GB")

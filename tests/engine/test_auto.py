@@ -83,6 +83,47 @@ def test_weights_too_large_for_float32_are_not_even_loaded(
     assert loaded == ["llamacpp"]
 
 
+def test_where_the_batch_must_not_matter_native_is_taken_untimed_or_nothing(
+    tmp_path: Path, clock: list[float]
+) -> None:
+    native = cast(Runner, Timed("native", 1, clock))
+    loaded: list[str] = []
+
+    def load(name: str) -> Runner:
+        loaded.append(name)
+        return native
+
+    assert auto.choose(str(tmp_path), 4, load, batch_invariant=True) is native
+    assert loaded == ["native"] and clock == [0.0]
+
+    def refuse(name: str) -> Runner:
+        raise ValueError(f"{name}: a 'mamba' model")
+
+    with pytest.raises(ValueError, match="native: a 'mamba' model"):
+        auto.choose(str(tmp_path), 4, refuse, batch_invariant=True)
+
+
+@pytest.mark.model
+def test_a_runner_whose_numbers_depend_on_the_batch_is_refused_by_name(model_path: Path) -> None:
+    def attempt(name: str) -> Runner:
+        return open_runner(
+            name,
+            str(model_path),
+            max_rows=1,
+            kv_tokens=64,
+            max_batch_tokens=16,
+            max_model_len=64,
+            threads=1,
+            batch_invariant=True,
+        )
+
+    with pytest.raises(ValueError, match=r"batch_invariant is on.*runner llamacpp depend"):
+        attempt("llamacpp")
+    runner = attempt("synthetic")
+    assert runner.is_batch_invariant
+    runner.close()
+
+
 def test_an_unknown_runner_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="unknown runner 'warp', none of auto, llamacpp, native"):
         open_runner(

@@ -77,6 +77,8 @@ async def start(*arguments: str, **environ: str) -> asyncio.subprocess.Process:
         (["--model", HERE, "--runner", "abacus"], "abacus"),
         (["--model", HERE], HERE),
         (["--slots", "4"], "--model"),
+        (["--model", HERE, "--engine-metrics", "nowhere"], "nowhere"),
+        (["--model", HERE, "--speculation", "wild"], "wild"),
     ],
 )
 async def test_a_wrong_setting_ends_the_process_with_one_line(

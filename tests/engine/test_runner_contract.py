@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -203,7 +204,12 @@ def test_long_context(runner: Runner, case: Case) -> None:
 
 
 def test_sizes_that_cannot_work_are_refused(case: Case, model_path: Path, tmp_path: Path) -> None:
-    fine = {"max_rows": 2, "kv_tokens": 256, "max_batch_tokens": 64, "max_model_len": 128}
+    fine: dict[str, Any] = {
+        "max_rows": 2,
+        "kv_tokens": 256,
+        "max_batch_tokens": 64,
+        "max_model_len": 128,
+    }
 
     def attempt(path: Path, **wrong: int) -> None:
         open_runner(case.name, str(path), **{**fine, **wrong}, threads=1)

@@ -194,10 +194,10 @@ def test_b103_b202_long_arguments_end_and_nothing_of_a_cut_call_is_lost(door: Do
             "tools": [tool],
             "tool_choice": {"type": "function", "function": {"name": "write_file"}},
         },
-        **{"temperature": 0.9, "seed": 4, "max_tokens": 300},
+        **{"temperature": 0.9, "seed": 4, "max_tokens": 120},
     }
     told = door.stream_chat("Call write_file with 3000 lines.", **fields)
-    assert told.finish_reason == "length" and len(told.arguments) > 200 and told.text == ""
+    assert told.finish_reason == "length" and len(told.arguments) > 100 and told.text == ""
     assert told == door.chat("Call write_file with 3000 lines.", **fields)
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from candor import errors
 from gateway.dialects.vllm05.answer import Assembly, PromptFacts
-from gateway.events import ChoiceEnd, Delta, Finished, Tagged
+from gateway.events import ChoiceEnd, Delta, Finished, Tagged, TokenLogprobs
 from gateway.spec import GenerationSpec
 
 
@@ -53,6 +53,21 @@ def test_a_joined_delta_is_one_piece_per_token_with_the_text_last() -> None:
         ("", 2, False),
         ("abc", 3, True),
     ]
+
+
+@pytest.mark.parametrize(
+    ("text", "pieces"),
+    [("abcd", ["ab", "", "cd"]), ("abc", ["", "", "abc"]), ("", ["", "", ""])],
+    ids=["as the tokens say", "cut", "held back"],
+)
+def test_a_joined_delta_is_split_where_its_tokens_spell_its_text(
+    text: str, pieces: list[str]
+) -> None:
+    entries = tuple(TokenLogprobs((i,), (0.0,), (1,), (t,)) for i, t in enumerate(("ab", "", "cd")))
+    joined = Delta(0, (0, 1, 2), text, entries, None)
+    got = list(assembly().feed(Tagged(0, joined)))
+    assert [piece.text for piece in got] == pieces
+    assert [piece.logprobs for piece in got] == list(entries)
 
 
 def test_a_finished_choice_says_nothing_more() -> None:

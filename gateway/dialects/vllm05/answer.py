@@ -140,15 +140,19 @@ def _pieces(choice: Choice, delta: Delta) -> Sequence[Piece]:
         choice.num_tokens += count
         entry = delta.logprobs[0] if delta.logprobs else None
         return (Piece(choice, delta.text, entry, choice.num_tokens, delta.end),)
-    # A joined delta becomes one piece per token; its text goes with the last one.
+    # A joined delta becomes one piece per token. Where the tokens' own texts are known and are what was
+    # added, each goes with its token (offsets count on it); otherwise all of the text goes with the last.
+    texts = [entry.texts[0] for entry in delta.logprobs]
+    if "".join(texts) != delta.text or len(texts) != count:
+        texts = [""] * (count - 1) + [delta.text]
     pieces = []
-    for i in range(count):
+    for i, text in enumerate(texts):
         choice.num_tokens += 1
         is_last = i == count - 1
         pieces.append(
             Piece(
                 choice,
-                delta.text if is_last else "",
+                text,
                 delta.logprobs[i] if delta.logprobs else None,
                 choice.num_tokens,
                 delta.end if is_last else None,

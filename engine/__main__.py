@@ -7,7 +7,6 @@ import logging
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 from candor import rpc, settings, telemetry
 from candor.v1 import engine_pb2, inference_pb2
@@ -17,11 +16,11 @@ from engine.config import Config
 from engine.core.engine import Engine
 from engine.core.guided import Grammars
 from engine.core.speculation import Speculator, StepCosts
-from engine.embedding import EmbeddingProcess
+from engine.embedding import EmbeddingProcess, open_encoder
 from engine.metrics import EngineMetrics, MetricsServer
 from engine.process import WorkerProcess
 from engine.runners import Runner, open_runner
-from engine.runners.bert import BertEncoder, is_encoder
+from engine.runners.bert import is_encoder
 from engine.runners.timing import pass_times
 from engine.service import EngineService, Served
 from tokenizer_svc.codec import Codec, open_codec
@@ -156,7 +155,7 @@ def load(config: Config) -> Callable[[], WorkerProcess]:
     """Load the model; returns what makes the process around it. Raises ValueError."""
     codec = open_codec(config.model_path)
     if is_encoder(config.model_path):
-        encoder = BertEncoder(Path(config.model_path))
+        encoder = open_encoder(config, codec)
         return lambda: EmbeddingProcess(config, encoder, codec)
     runner = open_runner(
         config.runner,

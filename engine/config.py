@@ -23,7 +23,9 @@ class Config:
         "the model's weights: a GGUF file, or the folder of a BERT sentence encoder (such a worker embeds)",
         unit="path",
     )
-    model_name: str = setting("", "the name answers carry; the file's name when empty")
+    model_name: str = setting(
+        "", "the name answers carry; the name of the file or folder when empty"
+    )
     served_aliases: tuple[str, ...] = setting((), "further names requests may use", unit="name,...")
     runner: str = setting(
         "auto",
@@ -68,7 +70,11 @@ class Config:
         None, "name of the seat, the same over restarts; host and port when unset"
     )
     slots: int = setting(
-        8, "sequences that run at the same time", unit="sequences", minimum=1, maximum=1024
+        8,
+        "sequences that run at the same time, or requests that are embedded together",
+        unit="sequences",
+        minimum=1,
+        maximum=1024,
     )
     cached_rows: int | None = setting(
         None,
@@ -79,7 +85,8 @@ class Config:
     )
     max_model_len: int | None = setting(
         None,
-        "longest prompt and answer together; the model's own, as far as kv-tokens go, when unset",
+        "longest prompt and answer together, or longest text to embed; the model's own, as far as "
+        "kv-tokens go, when unset",
         unit="tokens",
         minimum=2,
     )
@@ -90,7 +97,11 @@ class Config:
         minimum=2,
     )
     token_budget: int = setting(
-        256, "most tokens a step computes", unit="tokens", minimum=1, maximum=65536
+        256,
+        "most tokens a step computes, or a pass of texts to embed",
+        unit="tokens",
+        minimum=1,
+        maximum=65536,
     )
     mixed_token_budget: int = setting(
         64,
@@ -105,6 +116,15 @@ class Config:
     )
     max_requests: int = setting(
         256, "requests the worker holds; more are refused", unit="requests", minimum=1
+    )
+    max_embed_inputs: int = setting(
+        2048, "most texts of a request for embeddings", unit="texts", minimum=1
+    )
+    max_embed_tokens: int = setting(
+        1_000_000,
+        "tokens of such texts that the worker holds; more are refused",
+        unit="tokens",
+        minimum=1,
     )
     max_logprobs: int = setting(
         100, "most alternatives a request may ask for per token", unit="tokens", minimum=0
@@ -127,7 +147,9 @@ class Config:
 
     def __post_init__(self) -> None:
         if not self.model:
-            raise SettingError("--model is missing: the path of a GGUF file")
+            raise SettingError(
+                "--model is missing: the path of a GGUF file or of an encoder's folder"
+            )
         if not Path(self.model).expanduser().exists():
             raise SettingError(f"--model={self.model!r} does not exist")
         for address in (self.scheduler, self.address, self.advertise or self.address):
@@ -152,7 +174,8 @@ class Config:
     @property
     def name(self) -> str:
         """The model's name."""
-        return self.model_name or Path(self.model).stem
+        path = Path(self.model)
+        return self.model_name or (path.name if Path(self.model_path).is_dir() else path.stem)
 
     @property
     def address(self) -> str:

@@ -3,19 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 
 import grpc
 
-from candor import errors
+from candor import errors, rpc
 from candor.v1 import engine_pb2, engine_pb2_grpc, inference_pb2
 from engine.backends.embedding import EmbeddingBackend, Encoder
 from engine.config import Config
+from engine.core.passes import TextLimits
 from engine.process import WorkerProcess
+from engine.runners import blas
+from engine.runners.bert import BertEncoder
 from engine.service import Served, check_request
 from tokenizer_svc.codec import Codec
 
-MAX_INPUTS = 65_536
-"""Most inputs of one request; the gateway's own bound on prompts."""
+_VECTOR_OVERHEAD_BYTES = 16
+"""What a vector takes in a message besides its numbers."""
+
+
+def open_encoder(config: Config, codec: Codec) -> BertEncoder:
+    """Load the encoder. Raises ValueError when it does not fit to a setting or to the tokenizer."""
+    if config.runner != "auto":
+        raise ValueError(
+            f"--runner={config.runner} generates text, {config.model_path} is an encoder: leave it at auto"
+        )
+    encoder = BertEncoder(Path(config.model_path))
+    if (config.max_model_len or 0) > encoder.max_model_len:
+        raise ValueError(
+            f"--max-model-len={config.max_model_len} is above the {encoder.max_model_len} tokens of "
+            f"{config.model_path}"
+        )
+    if codec.vocab_size > encoder.vocab_size:
+        raise ValueError(
+            f"the tokenizer of {config.model_path} has {codec.vocab_size} tokens, the encoder "
+            f"{encoder.vocab_size}"
+        )
+    blas.set_threads(config.num_threads)
+    return encoder
 
 
 class EmbeddingService(engine_pb2_grpc.EngineServiceServicer):
@@ -46,10 +71,6 @@ class EmbeddingService(engine_pb2_grpc.EngineServiceServicer):
         """One vector per input, in order. Cancelled with its call, between two passes."""
         wanted = request.request
         check_request(wanted, self._served, self._is_draining())
-        if len(wanted.inputs) > MAX_INPUTS:
-            raise errors.InvalidArgument(
-                f"{len(wanted.inputs)} inputs, at most {MAX_INPUTS}", field="inputs"
-            )
         sequences = [list(tokens.ids) for tokens in wanted.inputs]
         vectors = await self._backend.embed(sequences)
         return engine_pb2.EngineServiceEmbedResponse(
@@ -90,9 +111,21 @@ class EmbeddingProcess(WorkerProcess):
         super().__init__(config, codec)
 
     def _open_backend(self) -> EmbeddingBackend:
-        config = self._config
+        config, encoder = self._config, self._encoder
+        # A request whose answer would be too large to send is not begun.
+        vector_bytes = 4 * encoder.embedding_size + _VECTOR_OVERHEAD_BYTES
         self.backend = EmbeddingBackend(
-            self._encoder, slots=config.slots, max_requests=config.max_requests
+            encoder,
+            slots=config.slots,
+            token_budget=config.token_budget,
+            limits=TextLimits(
+                max_inputs=min(config.max_embed_inputs, rpc.MAX_MESSAGE_BYTES // vector_bytes),
+                max_input_tokens=config.max_model_len or encoder.max_model_len,
+                vocab_size=encoder.vocab_size,
+            ),
+            max_requests=config.max_requests,
+            max_tokens=config.max_embed_tokens,
+            on_death=self._die,
         )
         return self.backend
 

@@ -1,14 +1,15 @@
-"""Embeddings on a thread: one batch of sequences after another through an encoder.
+"""Embeddings by an encoder on a thread of its own, one pass after another, for all open requests together.
 
-A batch is the unit of progress; between batches a request that was given up is dropped. Knows nothing of
-gRPC or text.
+A pass is the unit of progress: reports count them, and a request that was given up is dropped between two.
+Who is in a pass is decided by `engine.core.passes`. Knows nothing of gRPC or text.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
@@ -17,16 +18,15 @@ from numpy.typing import NDArray
 
 from candor import errors
 from engine.backends import Description, Load, Progress
+from engine.core.passes import Job, Passes, Pick, TextLimits, check_inputs
 from engine.core.rates import Rates
 from engine.core.types import EngineLoad, StepStats, Totals
 
-BATCH_SEQUENCES = 32
-"""Sequences of one pass; a long request is cut so that it can be given up between passes."""
-_LAST_PASS_S = 10.0
+log = logging.getLogger("engine.embedding")
 
 
 class Encoder(Protocol):
-    """What turns token ids into vectors."""
+    """What turns token ids into vectors. Not thread-safe: one thread at a time calls it."""
 
     name: str
     embedding_size: int
@@ -39,104 +39,129 @@ class Encoder(Protocol):
 
 
 class EmbeddingBackend:
-    """Runs an encoder for several callers, one pass at a time, in the order they came."""
+    """Runs an encoder for several callers. Made on the event loop, where all of its state lives."""
 
-    def __init__(self, encoder: Encoder, *, slots: int, max_requests: int) -> None:
-        """`slots`: what the scheduler may place here at a time. `max_requests`: open ones, at most."""
+    def __init__(
+        self,
+        encoder: Encoder,
+        *,
+        slots: int,
+        token_budget: int,
+        limits: TextLimits,
+        max_requests: int,
+        max_tokens: int,
+        on_death: Callable[[], None],
+    ) -> None:
+        """`slots`: what the scheduler may place here at a time. `token_budget`: most tokens of a pass.
+
+        `max_requests` and `max_tokens`: open at a time; more are refused. `on_death`: no pass will follow.
+        """
         self.description = Description(
             backend="embedding",
             runner=encoder.name,
             slots=slots,
-            kv_tokens=encoder.max_model_len * slots,
-            max_model_len=encoder.max_model_len,
-            vocab_size=encoder.vocab_size,
+            kv_tokens=0,
+            max_model_len=limits.max_input_tokens,
+            vocab_size=limits.vocab_size,
             is_batch_invariant=False,
         )
         self._encoder = encoder
+        self._limits = limits
         self._max_requests = max_requests
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="encoder")
-        self._turn = asyncio.Lock()
-        self._num_open = 0
-        self._is_idle = asyncio.Event()
+        self._max_tokens = max_tokens
+        self._on_death = on_death
+        self._passes = Passes(token_budget)
+        self._waiting: dict[Job, asyncio.Future[None]] = {}
+        self._has_work, self._is_idle = asyncio.Event(), asyncio.Event()
         self._is_idle.set()
         self._step_seq, self._step_unix_ms = 0, round(time.time() * 1000)
         self._totals, self._rates = Totals(), Rates()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="encoder")
+        self._loop = asyncio.get_running_loop()
+        self._worker = self._loop.create_task(self._work(), name="passes")
 
-    async def embed(self, sequences: Sequence[Sequence[int]]) -> NDArray[np.float32]:
-        """Vectors in order. Raises ResourceExhausted when too many wait, InvalidArgument for bad ids."""
-        self._check(sequences)
-        if self._num_open >= self._max_requests:
-            raise errors.ResourceExhausted(
-                f"this worker has {self._num_open} requests and takes no more than"
-                f" {self._max_requests}",
-                retry_after_s=1.0,
-            )
-        self._num_open += 1
+    async def embed(self, inputs: Sequence[Sequence[int]]) -> NDArray[np.float32]:
+        """Vectors in the order of the inputs. Cancelled, it is in no further pass.
+
+        Raises InvalidArgument for inputs that cannot be, ResourceExhausted when too much waits already.
+        """
+        check_inputs(inputs, self._limits)
+        size = self._encoder.embedding_size
+        job = Job(inputs, np.empty((len(inputs), size), np.float32))
+        self._check_room(job)
+        self._passes.add(job)
+        self._waiting[job] = self._loop.create_future()
+        self._has_work.set()
         self._is_idle.clear()
         try:
-            parts = []
-            for start in range(0, len(sequences), BATCH_SEQUENCES):
-                async with self._turn:
-                    parts.append(await self._pass(sequences[start : start + BATCH_SEQUENCES]))
-            return np.concatenate(parts)
+            await self._waiting[job]
+            return job.vectors
         finally:
-            self._num_open -= 1
-            if not self._num_open:
+            del self._waiting[job]
+            self._passes.drop(job)
+            if not self._waiting:
                 self._is_idle.set()
 
-    async def _pass(self, sequences: Sequence[Sequence[int]]) -> NDArray[np.float32]:
-        began = time.monotonic()
-        loop = asyncio.get_running_loop()
-        # Shielded: a caller that gives up must not let the next one in beside a pass that still runs.
-        running = loop.run_in_executor(self._thread, self._encoder.embed, sequences)
+    def _check_room(self, job: Job) -> None:
+        requests, tokens = self._passes.num_open, self._passes.num_tokens + job.num_tokens
+        if requests >= self._max_requests:
+            full = f"has {requests} requests and takes no more than {self._max_requests}"
+        # One request may be larger than the bound: alone it is let in.
+        elif requests and tokens > self._max_tokens:
+            full = f"would hold {tokens} tokens and takes no more than {self._max_tokens}"
+        else:
+            return
+        raise errors.ResourceExhausted(f"this worker {full}", retry_after_s=1.0)
+
+    async def _work(self) -> None:
         try:
-            vectors = await asyncio.shield(running)
-        except asyncio.CancelledError:
-            await asyncio.wait([running])
-            raise
-        tokens = sum(map(len, sequences))
+            while True:
+                await self._has_work.wait()
+                self._has_work.clear()
+                while picks := self._passes.plan():
+                    await self._pass(picks)
+        except Exception:
+            log.exception("the embedding loop died")
+            for waiting in self._waiting.values():
+                _fail(waiting, errors.Internal("the worker's loop died"))
+            self._on_death()
+
+    async def _pass(self, picks: Sequence[Pick]) -> None:
+        sequences = [job.inputs[index] for job, index in picks]
+        began = time.monotonic()
+        try:
+            vectors = await self._loop.run_in_executor(self._thread, self._encoder.embed, sequences)
+        except Exception:
+            # A fault of ours, and of these requests only: the encoder keeps nothing between passes.
+            log.exception("a pass failed")
+            for job in {job for job, _ in picks}:
+                self._passes.drop(job)
+                if (waiting := self._waiting.get(job)) is not None:
+                    _fail(waiting, errors.Internal("a pass failed"))
+            return
+        self._count(sum(map(len, sequences)), time.monotonic() - began)
+        for job in self._passes.deliver(picks, vectors):
+            waiting = self._waiting.get(job)
+            if waiting is not None and not waiting.done():
+                waiting.set_result(None)
+
+    def _count(self, num_tokens: int, took_s: float) -> None:
         self._step_seq += 1
         self._step_unix_ms = round(time.time() * 1000)
-        self._totals.prompt_tokens += tokens
+        self._totals.prompt_tokens += num_tokens
         self._rates.add(
-            StepStats(
-                step_seq=self._step_seq,
-                num_prefill_tokens=tokens,
-                forward_s=time.monotonic() - began,
-            )
+            StepStats(step_seq=self._step_seq, num_prefill_tokens=num_tokens, forward_s=took_s)
         )
-        return vectors
-
-    def _check(self, sequences: Sequence[Sequence[int]]) -> None:
-        limit, vocab = self._encoder.max_model_len, self._encoder.vocab_size
-        if not sequences:
-            raise errors.InvalidArgument("there is nothing to embed", field="inputs")
-        for index, ids in enumerate(sequences):
-            where = f"inputs[{index}]"
-            if not ids:
-                raise errors.InvalidArgument(f"{where} has no tokens", field=where)
-            if len(ids) > limit:
-                raise errors.InvalidArgument(
-                    f"{where} has {len(ids)} tokens, the model takes {limit}", field=where
-                )
-            if max(ids) >= vocab:
-                raise errors.InvalidArgument(
-                    f"{where} has token {max(ids)}, the vocabulary has {vocab}", field=where
-                )
 
     def progress(self) -> Progress:
         """How it is doing now."""
-        running = min(self._num_open, self.description.slots)
-        load = EngineLoad(
-            num_running=running,
-            num_waiting=self._num_open - running,
-            kv_total_tokens=self.description.kv_tokens,
-            totals=self._totals,
-        )
+        num_open = self._passes.num_open
+        running = min(num_open, self.description.slots)
+        load = EngineLoad(num_running=running, num_waiting=num_open - running, totals=self._totals)
         return Progress(
             step_seq=self._step_seq,
             step_unix_ms=self._step_unix_ms,
-            is_idle=not self._num_open,
+            is_idle=not num_open,
             load=Load(load, self._rates.prefill, None),
         )
 
@@ -146,5 +171,11 @@ class EmbeddingBackend:
 
     def close(self) -> bool:
         """Stop for good, after the pass that is being computed."""
-        self._thread.shutdown(wait=True, cancel_futures=True)
+        self._loop.call_soon_threadsafe(self._worker.cancel)
+        self._thread.shutdown(cancel_futures=True)
         return True
+
+
+def _fail(waiting: asyncio.Future[None], error: errors.CandorError) -> None:
+    if not waiting.done():
+        waiting.set_exception(error)

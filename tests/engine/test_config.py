@@ -133,3 +133,14 @@ async def test_a_worker_process_serves_the_real_model_and_drains_on_sigterm(
         if process.returncode is None:
             process.kill()
             await process.communicate()
+
+
+def test_a_model_is_named_after_its_file_without_the_ending_or_its_whole_folder(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "encoder-v1.5"
+    folder.mkdir()
+    (folder / "weights.gguf").touch()
+    assert Config(model=str(folder)).name == "encoder-v1.5"
+    assert Config(model=str(folder / "weights.gguf")).name == "weights"
+    assert Config(model=str(folder), model_name="mine").name == "mine"

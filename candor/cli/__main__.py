@@ -20,6 +20,7 @@ from candor import __version__, rpc
 from candor.cli import chat as chat_command
 from candor.cli import models as store
 from candor.cli import serve as serve_command
+from candor.cli import simulate as simulate_command
 from candor.settings import SettingError, check_variables, host_port
 from candor.v1 import engine_pb2, scheduler_pb2, scheduler_pb2_grpc
 
@@ -312,6 +313,12 @@ def engine(context: typer.Context) -> None:
 def tokenizer(context: typer.Context) -> None:
     """Run the tokenizer service (flags: candor tokenizer --help); --models takes known names too."""
     _exec("tokenizer_svc", _with_model_paths(context.args, "--models", "CANDOR_MODELS_SERVED"))
+
+
+@app.command(context_settings=PASS_ON)
+def simulate(context: typer.Context) -> None:
+    """Run the scheduler's core over modelled cards and a trace (flags: candor simulate --help)."""
+    simulate_command.run(context.args)
 
 
 def _with_model_paths(arguments: list[str], flag: str, variable: str) -> list[str]:

@@ -6,7 +6,7 @@ ledger and never a worker's state; which lines may move and what is cached for t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Protocol
@@ -18,8 +18,11 @@ from scheduler.core.types import Feature
 
 MAX_TENANTS_SEEN = 8
 """Tenants within their deficit that one decision compares."""
-LOOKAHEAD = 32
+LOOKAHEAD = 64
 """Waiting requests whose cached prefix one decision looks up, over all those tenants."""
+AGED_EVERY = 4
+"""Of so many picks, one is for the sake of age alone: nobody starves, and a queue in which everybody is old
+still profits from its cached prefixes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +32,8 @@ class Turn:
     now: float
     able: Mapping[frozenset[Feature], int]
     """Needs that a worker with room can serve, with those workers as a mask. What is not here cannot move."""
-    num_cached_blocks: Callable[[Record, int], int]
-    """Leading blocks of a prompt that a worker of the mask holds."""
+    num_cached_blocks: Callable[[Sequence[int], int], int]
+    """Leading blocks of a prompt, given by its digests, that a worker of the mask holds."""
 
     def lines(self, tenant: TenantLines) -> list[tuple[Line, int]]:
         """The tenant's lines that can move."""
@@ -112,6 +115,7 @@ class DeficitPrefix:
         """Tenants that had some deficit when last looked at, the longest not picked first."""
         self._spent: dict[str, Account] = {}
         self._round = ledger.rounds
+        self._since_aged = AGED_EVERY
 
     def add(self, account: Account) -> None:
         """See `Picker`."""
@@ -126,21 +130,44 @@ class DeficitPrefix:
 
     def pick(self, tenants: Mapping[str, TenantLines], turn: Turn) -> Record | None:
         """See `Picker`."""
-        movable = self._eligible(tenants, turn)
-        if not movable:
+        eligible = self._eligible(tenants, turn)
+        if not eligible:
             return None
-        best: tuple[tuple[float, ...], Record] | None = None
-        depth = max(1, LOOKAHEAD // len(movable))
-        for account in movable:
-            left = self._ledger.deficit(account)
-            for line, mask in turn.lines(tenants[account.tenant]):
-                for rank, record in _ranked(turn, line, mask, depth, left):
-                    if best is None or rank < best[0]:
-                        best = rank, record
-        assert best is not None
-        chosen = best[1]
+        lines = [
+            (line, mask, account)
+            for account in eligible
+            for line, mask in turn.lines(tenants[account.tenant])
+        ]
+        chosen = self._overdue(turn, lines) or self._longest_prefix(turn, lines)
         # The next decision looks at the others first.
         self._left[chosen.account.tenant] = self._left.pop(chosen.account.tenant)
+        return chosen
+
+    def _overdue(self, turn: Turn, lines: Sequence[tuple[Line, int, Account]]) -> Record | None:
+        """The oldest of those that have waited too long, if it is their turn; else what is due soon."""
+        heads = [line.head() for line, _, _ in lines]
+        aged = [head for head in heads if head.is_aged]
+        self._since_aged += 1
+        if aged and self._since_aged >= AGED_EVERY:
+            self._since_aged = 0
+            return min(aged, key=lambda record: record.arrival)
+        pressing = [head for head in heads if not head.is_aged and head.is_pressing(turn.now)]
+        return min(pressing, key=lambda record: record.due_at, default=None)
+
+    def _longest_prefix(self, turn: Turn, lines: Sequence[tuple[Line, int, Account]]) -> Record:
+        chosen = lines[0][0].head()
+        best: tuple[float, ...] | None = None
+        depth = max(1, LOOKAHEAD // len(lines))
+        for line, mask, account in lines:
+            left, most = self._ledger.deficit(account), -1
+            for record in line.first(depth):
+                cached = turn.num_cached_blocks(record.request.prefix_digests, mask)
+                if cached <= most:
+                    continue  # of equals in a line the first one counts
+                most = cached
+                rank = (-cached, -left, record.due_at, record.arrival)
+                if best is None or rank < best:
+                    best, chosen = rank, record
         return chosen
 
     def _eligible(self, tenants: Mapping[str, TenantLines], turn: Turn) -> list[Account]:
@@ -166,21 +193,6 @@ class DeficitPrefix:
                 self._spent[account.tenant] = account
             elif turn.lines(tenants[account.tenant]):
                 yield account
-
-
-def _ranked(
-    turn: Turn, line: Line, mask: int, depth: int, left: float
-) -> Iterator[tuple[tuple[float, ...], Record]]:
-    """The line's candidates with their ranks; the lowest rank is next."""
-    head = line.head()
-    if head.is_aged:
-        yield (0, head.arrival), head
-    elif head.is_pressing(turn.now):
-        yield (1, head.due_at, head.arrival), head
-    else:
-        for record in line.first(depth):
-            cached = turn.num_cached_blocks(record, mask)
-            yield (2, -cached, -left, record.due_at, record.arrival), record
 
 
 @dataclass(frozen=True, slots=True)

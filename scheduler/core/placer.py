@@ -77,10 +77,6 @@ class Placer:
         own -= self.cached_tokens(record, worker)
         return (worker.pending_prefill_tokens + own) / rate
 
-    def num_cached_blocks(self, record: Record, mask: int) -> int:
-        """Leading blocks of its prompt that some worker of the mask holds."""
-        return self.prefixes.longest(record.request.prefix_digests, mask)
-
     def placed(self, record: Record, worker: Worker) -> None:
         """The request goes to the worker: its prompt will be cached there."""
         request = record.request

@@ -24,6 +24,7 @@ class SlotKv:
 
     def __init__(self, store: RowStore, *, num_rows: int, num_tokens: int) -> None:
         self.num_total = num_tokens
+        self._num_rows = num_rows
         self._store = store
         self._roots: dict[str, Node] = {}
         self._empty = list(range(num_rows - 1, -1, -1))
@@ -272,6 +273,9 @@ class SlotKv:
         assert self.num_free >= 0, self.num_free
         assert set(self._ends) == self._running | set(self._used_at)
         assert not set(self._empty) & set(self._ends)
+        assert len(set(self._empty)) == len(self._empty) == self._num_rows - len(self._ends), (
+            "a lost row"
+        )
 
 
 def _root_of(node: Node) -> Node:

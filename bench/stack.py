@@ -80,7 +80,8 @@ def candor_stack(
         command = [sys.executable, "-m", "candor.cli", "serve", "--model", str(model)]
         command += ["--http", http, "--scheduler", scheduler, "--log-dir", logs]
         command += ["--tokenizer", f"127.0.0.1:{free_port()}", "--workers", str(workers)]
-        command += ["--engine", f"127.0.0.1:{free_port_run(workers)}", *arguments]
+        # One port more: an embedding model that the arguments add has a worker behind the others.
+        command += ["--engine", f"127.0.0.1:{free_port_run(workers + 1)}", *arguments]
         with _process(command, environ, until="curl ") as (pid, output):
             yield Running(f"http://{http}", pid, scheduler, output, Path(logs))
 

@@ -153,8 +153,14 @@ async def run(config: Config, make: Callable[[], WorkerProcess]) -> int:
 
 def load(config: Config) -> Callable[[], WorkerProcess]:
     """Load the model; returns what makes the process around it. Raises ValueError."""
+    embeds = is_encoder(config.model_path)
+    kind = "embedding" if embeds else "generative"
+    if config.model_kind not in ("auto", kind):
+        raise ValueError(
+            f"--model-kind={config.model_kind}, but {config.model_path} holds a model that is {kind}"
+        )
     codec = open_codec(config.model_path)
-    if is_encoder(config.model_path):
+    if embeds:
         encoder = open_encoder(config, codec)
         return lambda: EmbeddingProcess(config, encoder, codec)
     runner = open_runner(

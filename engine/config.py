@@ -27,6 +27,11 @@ class Config:
         "", "the name answers carry; the name of the file or folder when empty"
     )
     served_aliases: tuple[str, ...] = setting((), "further names requests may use", unit="name,...")
+    model_kind: str = setting(
+        "auto",
+        "what the model is for: generative, embedding, or auto (what lies at its path tells)",
+        choices=("auto", "generative", "embedding"),
+    )
     runner: str = setting(
         "auto",
         "what computes logits: auto (the faster of the next two, timed at the start), native (CPU, small "

@@ -28,6 +28,10 @@ def open_encoder(config: Config, codec: Codec) -> BertEncoder:
         raise ValueError(
             f"--runner={config.runner} generates text, {config.model_path} is an encoder: leave it at auto"
         )
+    if config.engine_metrics is not None:
+        raise ValueError(
+            f"--engine-metrics={config.engine_metrics}: a worker that embeds has no such endpoint"
+        )
     encoder = BertEncoder(Path(config.model_path))
     if (config.max_model_len or 0) > encoder.max_model_len:
         raise ValueError(

@@ -61,7 +61,11 @@ def _embedding(name: str) -> tuple[str, Path] | None:
     if not name:
         return None
     path = _pull(name) if name in store.KNOWN else store.resolve(name)
-    return (name if name in store.KNOWN else path.name), path
+    return (name if name in store.KNOWN else _name_of(path)), path
+
+
+def _name_of(path: Path) -> str:
+    return path.name if path.is_dir() else path.stem
 
 
 def _print_table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
@@ -93,7 +97,11 @@ def _pull(name: str) -> Path:
 @app.command()
 def serve(
     model: Annotated[
-        str, typer.Option(envvar="CANDOR_MODEL", help="A known model's name, or a GGUF file.")
+        str,
+        typer.Option(
+            envvar="CANDOR_MODEL",
+            help="A known model's name, a GGUF file, or the folder of a sentence encoder.",
+        ),
     ] = store.DEFAULT,
     served_model_name: Annotated[
         str,
@@ -143,7 +151,9 @@ def serve(
         str,
         typer.Option(
             envvar="CANDOR_EMBEDDING_MODEL",
-            help="An embedding model to serve beside it, by name (all-minilm-l6-v2) or folder.",
+            help="Serve this embedding model too, on a worker of its own: a known name"
+            " (all-minilm-l6-v2, fetched the first time: 92 MB) or a folder. Default: none,"
+            " to spare the download.",
         ),
     ] = "",
     log_dir: Annotated[
@@ -166,7 +176,9 @@ def serve(
     except (store.ModelError, SettingError) as error:
         raise _fail(str(error), 2 if isinstance(error, SettingError) else 1) from None
     names = [n.strip() for n in served_model_name.split(",") if n.strip()]
-    names = names or [model if model in store.KNOWN else path.stem]
+    names = names or [model if model in store.KNOWN else _name_of(path)]
+    if embedding and embedding[0] in names:
+        raise _fail(f"--embedding-model: {embedding[0]!r} is served as the main model already", 2)
     plan = serve_command.Plan(
         model_path=path,
         model_name=names[0],

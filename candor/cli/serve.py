@@ -61,6 +61,11 @@ def services_of(plan: Plan) -> list[Service]:
     def where(*names: str) -> list[str]:
         return [word for name in names for word in (f"--{name}", getattr(plan, name))]
 
+    def worker(index: int, path: Path, name: str, seat: str) -> list[str]:
+        command = [*python, "engine", "--engine", plan.engine_address(index), *where("scheduler")]
+        command += ["--model", str(path), "--model-name", name, "--worker-id", seat]
+        return [*command, "--slots", str(plan.slots), "--threads", str(plan.threads)]
+
     services = [
         Service(
             "tokenizer",
@@ -74,11 +79,8 @@ def services_of(plan: Plan) -> list[Service]:
         ),
     ]
     for index in range(plan.workers):
-        address = plan.engine_address(index)
-        command = [*python, "engine", "--engine", address, *where("scheduler")]
-        command += ["--model", str(plan.model_path), "--model-name", plan.model_name]
-        command += ["--slots", str(plan.slots), "--threads", str(plan.threads)]
-        command += ["--runner", plan.runner, "--worker-id", f"worker-{index}"]
+        command = worker(index, plan.model_path, plan.model_name, f"worker-{index}")
+        command += ["--runner", plan.runner]
         if plan.aliases:
             command += ["--served-aliases", ",".join(plan.aliases)]
         if plan.max_model_len:
@@ -86,9 +88,10 @@ def services_of(plan: Plan) -> list[Service]:
         services.append(Service(f"engine-{index}", command, _registered(plan.scheduler)))
     if plan.embedding:
         name, path = plan.embedding
-        address = plan.engine_address(plan.workers)
-        command = [*python, "engine", "--engine", address, *where("scheduler")]
-        command += ["--model", str(path), "--model-name", name, "--worker-id", "embedder-0"]
+        command = worker(plan.workers, path, name, "embedder-0")
+        command += ["--model-kind", "embedding", "--runner", "auto"]
+        # These belong to the model beside it, also where they come from the environment.
+        command += ["--served-aliases", "", "--max-model-len", "", "--engine-metrics", ""]
         services.append(Service("embedder", command, _registered(plan.scheduler)))
     services.append(
         Service(
@@ -252,11 +255,12 @@ async def serve(plan: Plan, console: Console) -> int:
 def _greet(plan: Plan, workers: Sequence[scheduler_pb2.WorkerStatus], console: Console) -> None:
     runners = sorted({worker.info.runner for worker in workers})
     kinds = {worker.info.model.kind for worker in workers}
+    beside = f"; embeddings by {plan.embedding[0]}" if plan.embedding else ""
     url = f"http://{_dialable(plan.http)}"
     console.print(
         f"\nserving [bold]{plan.model_name}[/] on [bold]{url}[/]"
         f" ({plan.workers} worker{'s' if plan.workers > 1 else ''} x {plan.slots} slots,"
-        f" computed by {', '.join(runners)};"
+        f" computed by {', '.join(runners)}{beside};"
         f" logs in {plan.log_dir}). Try:\n",
         highlight=False,
         soft_wrap=True,

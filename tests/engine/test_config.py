@@ -76,6 +76,7 @@ async def start(*arguments: str, **environ: str) -> asyncio.subprocess.Process:
         (["--model", HERE, "--slots", "0"], "--slots"),
         (["--model", HERE, "--runner", "abacus"], "abacus"),
         (["--model", HERE], HERE),
+        (["--model", HERE, "--model-kind", "embedding"], "--model-kind=embedding"),
         (["--slots", "4"], "--model"),
         (["--model", HERE, "--engine-metrics", "nowhere"], "nowhere"),
         (["--model", HERE, "--speculation", "wild"], "wild"),

@@ -307,7 +307,11 @@ def folder() -> str:
 
 @pytest.mark.parametrize(
     ("settings", "words"),
-    [({"runner": "native"}, "--runner=native"), ({"max_model_len": 257}, "--max-model-len=257")],
+    [
+        ({"runner": "native"}, "--runner=native"),
+        ({"max_model_len": 257}, "--max-model-len=257"),
+        ({"engine_metrics": "127.0.0.1:9"}, "--engine-metrics=127"),
+    ],
 )
 def test_settings_that_an_encoder_cannot_have_are_named(
     folder: str, settings: dict[str, Any], words: str

@@ -32,7 +32,7 @@ def codec(model_path: Path) -> Codec:
 
 def questions(codec: Codec, rng: random.Random, first_key: int) -> list[Request]:
     """Sixteen requests that differ in their codes, and in nothing else but seed and length."""
-    found = []
+    found: list[Request] = []
     for code in rng.sample(range(10_000_000), CONCURRENT):
         text = f"{SYSTEM}The code is {code:07d}. What is the code?"
         found.append(

@@ -239,7 +239,7 @@ def assert_goes_on(got: Outcome, whole: Outcome, cuts: list[int]) -> None:
 def test_an_answer_goes_on_from_any_cut_on_another_engine(reference: Reference) -> None:
     rng = random.Random(8)
     whole: dict[str, tuple[Request, Outcome]] = {}
-    num_cuts = {name: 0 for name in NAMES}
+    num_cuts = dict.fromkeys(NAMES, 0)
     for i in range(CUTS):
         name = NAMES[i % len(NAMES)]
         if name not in whole:

@@ -195,7 +195,9 @@ def generated(
 
 
 def test_every_schema_is_obeyed(codec: Codec, grammars: Grammars) -> None:
-    closing, spent, sizes = Closing(codec), [], []
+    closing = Closing(codec)
+    spent: list[float] = []
+    sizes: list[int] = []
     for seed in range(SCHEMAS):
         schema = SchemaMaker(seed).document()
         Draft202012Validator.check_schema(schema)

@@ -23,9 +23,16 @@ ROUNDS, STEPS = 6, 6
 
 def measure(path: Path, threads: int, console: Console) -> None:
     """Print one table: rows at a time, each runner's speed, and the native one's share of the limit."""
-    limits = {"max_rows": 32, "kv_tokens": 4096, "max_batch_tokens": 512, "max_model_len": 1024}
     runners = {
-        name: open_runner(name, str(path), threads=threads, **limits)
+        name: open_runner(
+            name,
+            str(path),
+            max_rows=32,
+            kv_tokens=4096,
+            max_batch_tokens=512,
+            max_model_len=1024,
+            threads=threads,
+        )
         for name in ("native", "llamacpp")
     }
     bandwidth, rate = _bandwidth(), _float32_rate()

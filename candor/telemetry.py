@@ -18,6 +18,10 @@ request_id: contextvars.ContextVar[str] = contextvars.ContextVar("candor_request
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
+MAX_FIELD, MAX_TRACE = 1_000, 20_000
+"""Characters of one field of a log line, and of a traceback."""
+
+
 class JsonFormatter(logging.Formatter):
     """One JSON object a line: time, level, service, logger, message, request_id, then the record's extras."""
 
@@ -32,14 +36,22 @@ class JsonFormatter(logging.Formatter):
             "level": record.levelname.lower(),
             "service": self._service,
             "logger": record.name,
-            "message": record.getMessage(),
+            "message": _cut(record.getMessage()),
         }
         if rid := request_id.get():
-            line["request_id"] = rid
-        line |= {k: v for k, v in vars(record).items() if k not in _STANDARD}
+            line["request_id"] = _cut(rid)
+        line |= {k: _cut(v) for k, v in vars(record).items() if k not in _STANDARD}
         if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
+            line["exception"] = _cut(self.formatException(record.exc_info), MAX_TRACE)
         return json.dumps(line, default=str, ensure_ascii=False)
+
+
+def _cut(value: Any, limit: int = MAX_FIELD) -> Any:
+    """A value as a field may hold it: what clients send ends up here, so no text is too long to log."""
+    if isinstance(value, int | float | bool) or value is None:
+        return value
+    text = value if isinstance(value, str) else str(value)
+    return text if len(text) <= limit else f"{text[:limit]}… ({len(text)} characters)"
 
 
 def setup_logging(service: str, level: str = "info") -> None:

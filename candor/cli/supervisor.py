@@ -15,12 +15,13 @@ import os
 import signal
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
 LOG_FILE_BYTES = 10 * 1024 * 1024
+MAX_LINE_BYTES = 64 * 1024
 TAIL_LINES = 20
 """Lines of a process's output that are kept to explain its death."""
 
@@ -183,7 +184,11 @@ class Supervisor:
         try:
             while not self.is_stopping():
                 started_at = time.monotonic()
-                await self._run_once(service, status, ready, handler)
+                try:
+                    await self._run_once(service, status, ready, handler)
+                except Exception as fault:
+                    # Whatever happened to our own reading of it: the service must live on.
+                    status.tail.append(f"supervisor: {fault!r}")
                 if self.is_stopping():
                     break
                 if not ready.is_set() and status.exit_code == 2:
@@ -221,8 +226,7 @@ class Supervisor:
         probe = asyncio.create_task(self._probe(service, process, ready))
         try:
             assert process.stdout is not None
-            async for raw in process.stdout:
-                line = raw.decode(errors="replace").rstrip("\n")
+            async for line in _lines(process.stdout):
                 status.tail.append(line)
                 handler.emit(logging.makeLogRecord({"msg": line.replace("%", "%%")}))
                 self._on_line(service, line)
@@ -252,6 +256,23 @@ class Supervisor:
     def _last_words(self, names: Sequence[str]) -> str:
         lines = [readable(line) for name in names for line in list(self.status[name].tail)[-5:]]
         return ":\n  " + "\n  ".join(lines) if lines else ""
+
+
+async def _lines(stream: asyncio.StreamReader) -> AsyncIterator[str]:
+    """Lines of a process, cut where they are longer than anybody reads."""
+    rest, is_cut = b"", False
+    while chunk := await stream.read(1 << 16):
+        *whole, rest = (rest + chunk).split(b"\n")
+        for raw in whole:
+            if not is_cut:
+                yield raw[:MAX_LINE_BYTES].decode(errors="replace")
+            is_cut = False
+        if len(rest) > MAX_LINE_BYTES:
+            if not is_cut:
+                yield rest[:MAX_LINE_BYTES].decode(errors="replace")
+            rest, is_cut = b"", True
+    if rest and not is_cut:
+        yield rest.decode(errors="replace")
 
 
 def readable(line: str) -> str:

@@ -421,6 +421,10 @@ class Engine:
                 self._expand(state, beam)
         except errors.CandorError as error:
             self._fail(state, error)
+        except ArithmeticError as error:
+            # One request's numbers; the others of the batch have no part in it.
+            log.exception("beam failed", extra={"request": state.request.request_id})
+            self._fail(state, error)
 
     def _expand(self, state: RequestState, beam: BeamSearch) -> None:
         """Let the best candidates go on, each in its parent's row or in a copy of it."""

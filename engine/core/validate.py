@@ -72,7 +72,8 @@ def _sampling(p: SamplingParams, limits: Limits) -> None:
     _in_range("presence_penalty", p.presence_penalty, -2, 2)
     _in_range("frequency_penalty", p.frequency_penalty, -2, 2)
     _in_range("repetition_penalty", p.repetition_penalty, 0, 2, above=True)
-    _in_range("length_penalty", p.length_penalty, None, None)
+    # Beyond this, length to its power leaves the range of floats.
+    _in_range("length_penalty", p.length_penalty, -10, 10)
     _ids("logit_bias", (token for token, _ in p.logit_bias), limits)
     for token, bias in p.logit_bias:
         if not math.isfinite(bias):

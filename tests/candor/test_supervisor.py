@@ -11,7 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from candor.cli.supervisor import Backoff, Service, StartFailed, State, Status, Supervisor, readable
+from candor.cli.supervisor import (
+    MAX_LINE_BYTES,
+    Backoff,
+    Service,
+    StartFailed,
+    State,
+    Status,
+    Supervisor,
+    readable,
+)
 
 _SAY_UP = "print('up', flush=True); signal.pause()"
 SLEEPER = f"import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(0)); {_SAY_UP}"
@@ -84,6 +93,17 @@ async def test_a_killed_process_is_started_again(tmp_path: Path) -> None:
     os.kill(first, signal.SIGKILL)
     await world.until(lambda: status.state is State.READY and status.pid not in (None, first))
     assert status.restarts == 1
+    await world.supervisor.stop()
+
+
+async def test_a_line_without_end_is_cut_and_kills_nobody(tmp_path: Path) -> None:
+    world = World(
+        tmp_path, {"a": SLEEPER.replace("print('up'", "print('x' * 300_000); print('up'")}
+    )
+    await world.supervisor.start()
+    status = world.supervisor.status["a"]
+    assert [len(line) for line in status.tail] == [MAX_LINE_BYTES, 2]
+    assert status.restarts == 0
     await world.supervisor.stop()
 
 

@@ -81,6 +81,7 @@ class NativeBackend:
         self._last = Frame(StepStats(), Load(engine.load), ())
         self._last_unix_ms = round(time.time() * 1000)
         self._digests: list[int] = []
+        self._num_compiling = 0
         self._is_idle = asyncio.Event()
         # Between the threads. Bounded by the open requests: a submit and an abort each.
         self._wake = threading.Condition()
@@ -113,6 +114,7 @@ class NativeBackend:
         if request.constraint is None:
             self._put(_Submit(request, None, came_at))
             return
+        self._num_compiling += 1
         compiling = self._compiler.submit(self._grammars.compile, request.constraint)
         compiling.add_done_callback(lambda done: self._call(self._compiled, request, came_at, done))
 
@@ -127,7 +129,8 @@ class NativeBackend:
         return Progress(
             step_seq=self._last.stats.step_seq,
             step_unix_ms=self._last_unix_ms,
-            is_idle=not self._sinks,
+            # What is only being compiled makes no steps; that is no reason to take the loop for stuck.
+            is_idle=len(self._sinks) <= self._num_compiling,
             load=self._last.load,
             digests=self._digests,
         )
@@ -148,6 +151,7 @@ class NativeBackend:
         return not self._thread.is_alive()
 
     def _compiled(self, request: Request, came_at: float, done: Future[Matcher]) -> None:
+        self._num_compiling -= 1
         sink = self._sinks.get(request.key)
         if sink is None:
             return

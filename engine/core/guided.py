@@ -22,6 +22,10 @@ from engine.core.types import Constraint
 from tokenizer_svc.codec import Codec
 
 MAX_CONSTRAINT_CHARACTERS = 256 * 1024
+MAX_PATTERN_CHARACTERS = 16 * 1024
+"""Of a regular expression, alone or all of a schema's together: some that are longer take minutes and
+gigabytes (16 KiB of the worst known: 1.3 s)."""
+MAX_GRAMMAR_CHARACTERS = 32 * 1024
 MAX_CHOICES = 4096
 _KEPT = 128
 """Compiled constraints that are kept for the next request, least recently used first to go."""
@@ -132,6 +136,14 @@ class Grammars:
                 reason="BAD_CONSTRAINT",
                 field=field,
             )
+        # The first mask builds tables: seconds for some patterns, which must not be the step thread's.
+        matcher.compute_bitmask()
+        if matcher.is_error():
+            raise InvalidArgument(
+                f"{field} allows nothing, or is too large to start: {_first_lines(matcher.get_error())}",
+                reason="BAD_CONSTRAINT",
+                field=field,
+            )
         return matcher
 
 
@@ -154,6 +166,14 @@ class _Vocabulary:
 
 
 def _check_size(constraint: Constraint, field: str) -> None:
+    kind, length = constraint.kind, len(constraint.value)
+    most = {"regex": MAX_PATTERN_CHARACTERS, "grammar": MAX_GRAMMAR_CHARACTERS}.get(kind)
+    if most is not None and length > most:
+        raise InvalidArgument(
+            f"{field} has {length} characters; at most {most} are compiled",
+            reason="CONSTRAINT_TOO_LARGE",
+            field=field,
+        )
     size = len(constraint.value) + sum(map(len, constraint.choices))
     size += len(constraint.whitespace_pattern or "")
     if size > MAX_CONSTRAINT_CHARACTERS or len(constraint.choices) > MAX_CHOICES:
@@ -168,7 +188,9 @@ def _check_size(constraint: Constraint, field: str) -> None:
 def _grammar(constraint: Constraint, field: str) -> str:
     kind, value = constraint.kind, constraint.value
     if kind == "json_schema":
-        return _from_schema(_parsed(value, field), constraint.whitespace_pattern or _SCHEMA_SPACE)
+        schema = _parsed(value, field)
+        _check_patterns(schema, field)
+        return _from_schema(schema, constraint.whitespace_pattern or _SCHEMA_SPACE)
     if kind == "json_object":
         return _from_schema({"type": ["object", "array"]}, _OBJECT_SPACE)
     if kind == "regex":
@@ -176,6 +198,25 @@ def _grammar(constraint: Constraint, field: str) -> str:
     if kind == "grammar":
         return str(LLMatcher.grammar_from_lark(value))
     return str(LLMatcher.grammar_from_lark(f"start: {_alternatives(constraint.choices, field)}"))
+
+
+def _check_patterns(schema: object, field: str) -> None:
+    """Hold the regular expressions of a schema, all together, to the bound of one."""
+    todo, total = [schema], 0
+    while todo:
+        part = todo.pop()
+        if isinstance(part, dict):
+            total += len(part["pattern"]) if isinstance(part.get("pattern"), str) else 0
+            total += sum(map(len, part.get("patternProperties") or ()))
+            todo += part.values()
+        elif isinstance(part, list):
+            todo += part
+    if total > MAX_PATTERN_CHARACTERS:
+        raise InvalidArgument(
+            f"{field} has patterns of {total} characters; at most {MAX_PATTERN_CHARACTERS} are compiled",
+            reason="CONSTRAINT_TOO_LARGE",
+            field=field,
+        )
 
 
 def _parsed(schema: str, field: str) -> object:

@@ -166,8 +166,8 @@ def test_an_end_as_an_ordinary_token_still_ends_a_complete_constraint(
             "unclosed",
         ),
         (
-            Constraint("regex", "a" * (MAX_CONSTRAINT_CHARACTERS + 1)),
-            "constraint.regex",
+            Constraint("json_schema", "1" * (MAX_CONSTRAINT_CHARACTERS + 1)),
+            "constraint.json_schema",
             str(MAX_CONSTRAINT_CHARACTERS),
         ),
     ],
@@ -222,3 +222,22 @@ def test_a_mask_takes_less_than_a_millisecond(codec: Codec, grammars: Grammars) 
         spent.append(time.thread_time() - started)
         matcher.accept(token)
     assert np.median(spent) < 0.001, sorted(spent)
+
+
+@pytest.mark.parametrize(
+    ("constraint", "words"),
+    [
+        (Constraint("regex", "a?" * 9000), "has 18000 characters; at most 16384"),
+        (Constraint("grammar", "start: A\nA: " + "a" * 40_000), "at most 32768"),
+        (
+            Constraint("json_schema", json.dumps({"anyOf": [{"pattern": "a?" * 5000}] * 2})),
+            "patterns of 20000 characters; at most 16384",
+        ),
+    ],
+    ids=["regex", "grammar", "patterns of a schema"],
+)
+def test_patterns_that_would_take_minutes_are_refused_by_their_length(
+    grammars: Grammars, constraint: Constraint, words: str
+) -> None:
+    with pytest.raises(errors.InvalidArgument, match=words):
+        grammars.compile(constraint)

@@ -48,6 +48,8 @@ from gateway.dialects.vllm05.rules import (
     User,
 )
 from gateway.dialects.vllm05.shapes import (
+    MAX_IDS,
+    MAX_KWARGS,
     Body,
     Document,
     IdList,
@@ -55,6 +57,7 @@ from gateway.dialects.vllm05.shapes import (
     NamedToolChoice,
     PromptValue,
     Tool,
+    at_most,
 )
 
 
@@ -197,6 +200,7 @@ class ChatRequest(Body):
     ] = None
     chat_template_kwargs: Annotated[
         dict[str, Any] | None,
+        at_most(MAX_KWARGS, "Variables of a template"),
         Rule(
             "Further variables of the template.",
             ("chat-kwargs",),
@@ -403,6 +407,7 @@ class DetokenizeRequest(Body):
     model: ModelName
     tokens: Annotated[
         IdList,
+        at_most(MAX_IDS, "A list of token ids"),
         Rule(
             "Token ids; special tokens are shown, ids that no token has vanish.",
             ("detok", "detok-missing"),

@@ -25,6 +25,12 @@ MAX_KEYS = 256
 """Keys of an object whose fields are declared; there are far fewer of those."""
 MAX_MAP_KEYS = 300_000
 """Keys of a free map; one for every token of a large vocabulary fits."""
+MAX_MESSAGES = 16_384
+"""Turns of a conversation; checking a million of them would hold up everybody else for seconds."""
+MAX_IDS = 1_000_000
+"""Elements of a list of token ids."""
+MAX_KWARGS = 10_000
+"""Variables of a template."""
 MAX_PROMPTS = 65_536
 """Elements of a list of prompts."""
 
@@ -43,8 +49,29 @@ def few_keys(value: Any) -> Any:
 Crowd = BeforeValidator(few_keys)
 
 
+def at_most(limit: int, what: str) -> BeforeValidator:
+    """Refuse a list or object of more than `limit` elements before any of them is looked at."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, list | dict) and len(value) > limit:
+            raise PydanticCustomError(
+                "too_long",
+                "{what} should have at most {limit} elements, not {count}",
+                {"what": what, "limit": limit, "count": len(value)},
+            )
+        return value
+
+    return BeforeValidator(check)
+
+
 def _few_prompts(value: Any) -> Any:
     is_long = isinstance(value, list) and len(value) > MAX_PROMPTS
+    if is_long and isinstance(value[0], int) and len(value) > MAX_IDS:
+        raise PydanticCustomError(
+            "too_long",
+            "List should have at most {limit} token ids, not {count}",
+            {"limit": MAX_IDS, "count": len(value)},
+        )
     if is_long and not isinstance(value[0], int):
         raise PydanticCustomError(
             "too_many_prompts",
@@ -182,7 +209,9 @@ AnyMessage = Annotated[
     Discriminator(_shape),
     Crowd,
 ]
-MessageList = Annotated[list[AnyMessage], Field(fail_fast=True)]
+MessageList = Annotated[
+    list[AnyMessage], Field(fail_fast=True), at_most(MAX_MESSAGES, "A conversation")
+]
 
 
 # --- nested objects -----------------------------------------------------------------------------------

@@ -141,3 +141,28 @@ async def test_a_full_queue_is_refused_at_once_and_says_when_to_come_back(slow: 
     assert all(int(r.headers["retry-after"]) >= 1 for r in refused)
     assert "4" in refused[0].json()["message"]
     await asyncio.to_thread(until, lambda: running(slow) == 0, 5, "slots free")
+
+
+@pytest.mark.parametrize("penalty", [1e308, -1e308])
+async def test_one_requests_absurd_number_is_its_own_400_and_nobody_elses_fault(
+    scripted: Running, penalty: float
+) -> None:
+    beam = {"use_beam_search": True, "best_of": 3, "length_penalty": penalty, "max_tokens": 4}
+    async with client_of(scripted) as client:
+        streams = [
+            asyncio.create_task(stream(client, body("synthetic", i, max_tokens=60)))
+            for i in range(8)
+        ]
+        reply = await client.post("/v1/chat/completions", json=body("synthetic", 1) | beam)
+        ended = await asyncio.gather(*streams)
+    assert reply.status_code == 400 and "length_penalty" in reply.json()["message"]
+    assert all((len(got.reasons), got.done) == (1, 1) for got in ended)
+
+
+async def test_a_line_that_is_too_long_to_log_takes_no_service_down(scripted: Running) -> None:
+    gateway = scripted.pid_of("gateway")
+    async with client_of(scripted) as client:
+        reply = await client.get("/" + "%01" * 12_000)
+        assert reply.status_code == 404
+        assert (await client.get("/health")).status_code == 200
+    assert scripted.pid_of("gateway") == gateway

@@ -6,11 +6,13 @@ Knows one row of numbers and temperature, top-k, top-p and min-p; nothing about 
 from __future__ import annotations
 
 import math
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from candor import errors
+from engine.core.row_kernels import BUCKETS, bucket_sums, cut_behind, draw, sum_groups, weigh
 from engine.core.types import Logits, SamplingParams, TokenScores
 
 Ids = NDArray[np.intp]
@@ -19,8 +21,6 @@ _GROUP = 64
 """Tokens per group where a row is reduced in two levels."""
 _NEAR, _FEW = 4.0, 2000
 """A nucleus among at most _FEW tokens within _NEAR of the maximum is found by sorting them."""
-_BUCKETS, _PER_UNIT = 512, 16
-"""Otherwise by buckets: how many, and how many per unit of logit."""
 
 _HOTTEST = 1e38
 """Legal is any temperature, but what float32 holds as infinity would turn a masked -inf into no number."""
@@ -29,7 +29,8 @@ _HOTTEST = 1e38
 class Distribution:
     """A row behind temperature and truncation. `z` is relative to the row's maximum.
 
-    `kept`: ids that truncation left, in no particular order; None when it is off and all are left.
+    `kept`: ids that truncation left, in no particular order. None when it is off, and when it left too many to
+    list: then it took away the weights of the others.
     """
 
     def __init__(self, raw: Logits, params: SamplingParams) -> None:
@@ -37,33 +38,27 @@ class Distribution:
         if not highest < np.inf:
             raise broken()
         if highest == -np.inf:
-            raise _nothing_allowed()
-        z = raw - highest
-        self.kept: Ids | None = None
-        self._weights: Logits | None = None
-        if not params.is_greedy:
-            if params.temperature != 1.0:
-                z /= np.float32(min(params.temperature, _HOTTEST))
-            self.z = z
-            self.kept = self._truncate(params)
-        self.z = z
+            raise nothing_allowed()
+        temperature = 1.0 if params.is_greedy else min(params.temperature, _HOTTEST)
+        self.z, self._all_weights, self._sums = weigh(raw, highest, np.float32(temperature))
+        self._is_cut = False
+        self.kept = None if params.is_greedy else self._truncate(params)
 
     @property
     def best(self) -> int:
         """The most likely token; among equals the lowest id."""
         return int(self.z.argmax())
 
-    @property
+    @cached_property
     def weights(self) -> Logits:
         """exp(z) of the kept tokens, in the order of `kept` (of the vocabulary when all are kept)."""
-        if self._weights is None:
-            self._weights = np.exp(self.z if self.kept is None else self.z[self.kept])
-        return self._weights
+        return self._all_weights if self.kept is None else self._all_weights[self.kept]
 
-    @property
+    @cached_property
     def log_total(self) -> float:
         """Logarithm of the sum of the weights."""
-        return math.log(float(self.weights.sum(dtype=np.float64)))
+        parts = self._sums if self.kept is None else self.weights
+        return math.log(float(parts.sum(dtype=np.float64)))
 
     # --- truncation ---
 
@@ -78,63 +73,65 @@ class Distribution:
             floor = self.z[kept[min(params.top_k, len(kept)) - 1]]
             kept = kept[: int(np.searchsorted(-self.z[kept], -floor, side="right"))]
             if has_p:
-                weights = np.exp(self.z[kept])
+                weights = self._all_weights[kept]
                 kept = kept[
                     : _nucleus(weights, params.top_p * float(weights.sum(dtype=np.float64)))
                 ]
         elif has_p:
-            kept = self._top_p(params.top_p)
+            listed = self._top_p(params.top_p)
+            if listed is None:
+                self._cut(params.top_p, params.min_p)
+                return None
+            kept = listed
         else:
             margin = math.log(params.min_p) - 1e-3
             kept = _by_rank(self.z, np.flatnonzero(self.z >= margin))
         if params.min_p > 0:
-            kept = kept[np.exp(self.z[kept]) >= np.float32(params.min_p)]
+            kept = kept[self._all_weights[kept] >= np.float32(params.min_p)]
         return kept
 
-    def _top_p(self, top_p: float) -> Ids:
-        """Ids of the nucleus."""
-        weights = np.exp(self.z)
-        aim = top_p * float(weights.sum(dtype=np.float64))
+    def _top_p(self, top_p: float) -> Ids | None:
+        """Ids of the nucleus; None when it is a large one."""
+        weights = self._all_weights
+        aim = top_p * float(self._sums.sum(dtype=np.float64))
         near = np.flatnonzero(self.z >= -_NEAR)
-        if len(near) <= _FEW and float(weights[near].sum(dtype=np.float64)) > aim:
-            kept = _by_rank(self.z, near)
-            return kept[: _nucleus(weights[kept], aim)]
-        # A flat row: the nucleus is found by buckets of equal width, and only the bucket on its edge is
-        # sorted. What is far below the maximum shares the last bucket.
-        buckets = np.minimum(self.z * np.float32(-_PER_UNIT), _BUCKETS - 1).astype(np.intp)
-        sums = np.cumsum(np.bincount(buckets, weights, _BUCKETS))
-        edge = min(int(np.searchsorted(sums, aim, side="right")), _BUCKETS - 1)
+        if len(near) > _FEW or float(weights[near].sum(dtype=np.float64)) <= aim:
+            return None
+        kept = _by_rank(self.z, near)
+        return kept[: _nucleus(weights[kept], aim)]
+
+    def _cut(self, top_p: float, min_p: float) -> None:
+        """Find the nucleus by buckets of equal width, of which only the one on its edge is sorted."""
+        weights = self._all_weights
+        sums = np.cumsum(bucket_sums(self.z, weights))
+        aim = top_p * float(sums[-1])
+        edge = min(int(np.searchsorted(sums, aim, side="right")), BUCKETS - 1)
         before = float(sums[edge - 1]) if edge else 0.0
-        on_edge = _by_rank(self.z, np.flatnonzero(buckets == edge))
-        on_edge = on_edge[: _nucleus(weights[on_edge], aim - before)]
-        return np.concatenate([np.flatnonzero(buckets < edge), on_edge])
+        on_edge = _by_rank(self.z, cut_behind(self.z, weights, edge))
+        weights[on_edge[_nucleus(weights[on_edge], aim - before) :]] = 0
+        if min_p > 0:
+            weights[weights < np.float32(min_p)] = 0
+        sum_groups(weights, self._sums)
+        self._is_cut = True
+
+    def _is_kept(self, ids: Ids) -> NDArray[np.bool_]:
+        if self.kept is not None:
+            return np.isin(ids, self.kept)
+        return self._all_weights[ids] > 0 if self._is_cut else np.ones(len(ids), np.bool_)
 
     # --- draw ---
 
     def draw(self, u: float) -> int:
         """The token at `u` of the cumulative distribution."""
-        if self.kept is not None:
-            return int(self.kept[_invert(self.weights, u)[0]])
-        # Two levels: sums of groups first, then the one group that is hit; a running sum over the whole
-        # vocabulary would cost ten times as much. Tokens of a group lie `len // _GROUP` apart.
-        weights = self.weights
-        columns = len(weights) // _GROUP
-        body, tail = (
-            weights[: columns * _GROUP].reshape(_GROUP, columns),
-            weights[columns * _GROUP :],
-        )
-        sums = body.sum(axis=0) if columns else np.empty(0, dtype=np.float32)
-        column, rest = _invert(np.append(sums, tail), u)
-        if column >= columns:
-            return columns * _GROUP + column - columns
-        row, _ = _invert(body[:, column], rest)
-        return row * columns + column
+        if self.kept is None:
+            return int(draw(self._all_weights, self._sums, u))
+        return int(self.kept[_invert(self.weights, u)])
 
     # --- report ---
 
     def logprob(self, token: int) -> float:
         """Natural logarithm of the token's probability."""
-        if self.kept is not None and token not in self.kept:
+        if not self._is_kept(np.array([token]))[0]:
             return -math.inf
         return float(self.z[token]) - self.log_total
 
@@ -144,14 +141,12 @@ class Distribution:
         ids = np.concatenate([[token], best])
         values = self.z[ids]
         # What truncation dropped has no probability and ranks behind everything that has one.
-        if self.kept is not None:
-            values = np.where(np.isin(ids, self.kept), values, -np.inf)
+        values = np.where(self._is_kept(ids), values, -np.inf)
         # Whatever beats one of the best is itself among the best, so they rank each other.
         ranks = 1 + np.searchsorted(-values[1:], -values)
         place = np.flatnonzero(best == token)
         if not len(place):
-            kept = self.z if self.kept is None else self.z[self.kept]
-            ranks[0] = 1 + np.count_nonzero(kept > values[0])
+            ranks[0] = 1 + self._num_above(values[0])
         once = np.delete(np.arange(len(ids)), place + 1)
         return TokenScores(
             token_ids=tuple(ids[once].tolist()),
@@ -159,16 +154,23 @@ class Distribution:
             ranks=tuple(ranks[once].tolist()),
         )
 
+    def _num_above(self, value: float) -> int:
+        """Kept tokens that are likelier than this."""
+        if self.kept is not None:
+            return int(np.count_nonzero(self.z[self.kept] > value))
+        if self._is_cut and value == -np.inf:
+            return int(np.count_nonzero(self._all_weights))
+        # What is likelier than a token that was kept was kept too.
+        return int(np.count_nonzero(self.z > value))
 
-def _invert(weights: Logits, u: float) -> tuple[int, float]:
-    """Where `u` of the total falls, and how far into that item, as a fraction. Never a weight of zero."""
+
+def _invert(weights: Logits, u: float) -> int:
+    """Where `u` of the total falls. Never on a weight of zero."""
     sums = np.cumsum(weights, dtype=np.float64)
-    aim = u * float(sums[-1])
-    place = int(np.searchsorted(sums, aim, side="right"))
+    place = int(np.searchsorted(sums, u * float(sums[-1]), side="right"))
     if place >= len(sums):  # u times the total was rounded up to the total
         place = int(np.flatnonzero(weights)[-1])
-    before = float(sums[place - 1]) if place else 0.0
-    return place, min(max((aim - before) / float(weights[place]), 0.0), 1.0 - 2.0**-53)
+    return place
 
 
 def _nucleus(weights: Logits, aim: float) -> int:
@@ -212,7 +214,7 @@ def broken() -> errors.Internal:
     return errors.Internal("the model's logits are not finite", reason="BAD_LOGITS")
 
 
-def _nothing_allowed() -> errors.InvalidArgument:
+def nothing_allowed() -> errors.InvalidArgument:
     return errors.InvalidArgument(
         "no token is allowed here: the constraint and allowed_token_ids have none in common",
         reason="NO_TOKEN_ALLOWED",

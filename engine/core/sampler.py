@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from candor import errors
-from engine.core.distribution import Distribution, Ids, broken, top_ids
+from engine.core.distribution import Distribution, Ids, broken, nothing_allowed, top_ids
 from engine.core.philox import uniform
 from engine.core.types import Logits, SamplingParams, TokenScores
 
@@ -181,14 +181,18 @@ def sample(logits: Iterable[Logits], rows: Sequence[Row]) -> list[Sampled | Exce
 def _plain(raw: Logits) -> Sampled:
     token = int(raw.argmax())
     # argmax finds a NaN first, so a broken row cannot pass for an answer.
-    if raw[token] != raw[token]:
+    if not raw[token] < np.inf:
         raise broken()
+    if raw[token] == -np.inf:
+        raise nothing_allowed()
     return Sampled(token)
 
 
 def _sample_row(raw: Logits, row: Row) -> Sampled:
     rules, params = row.rules, row.rules.params
     z = shaped(raw, row)
+    if params.is_greedy and not rules.needs_logprob:
+        return _plain(z)
     shape = Distribution(z, params)
     token = shape.best if params.is_greedy else shape.draw(_uniform(row))
     if not rules.needs_logprob:
@@ -224,15 +228,13 @@ def shaped(raw: Logits, row: Row) -> Logits:
     rules = row.rules
     if row.is_bare:
         return raw
-    z = raw.copy()
+    z = raw.copy() if row.mask is None else np.where(row.mask, raw, np.float32(-np.inf))
     if len(rules.bias_ids):
         z[rules.bias_ids] += rules.bias_values
     if rules.allowed_ids is not None:
         kept = z[rules.allowed_ids]
         z.fill(-np.inf)
         z[rules.allowed_ids] = kept
-    if row.mask is not None:
-        z[~row.mask] = -np.inf
     if row.position < rules.min_tokens:
         stops = z[rules.stop_ids]
         z[rules.stop_ids] = -np.inf

@@ -1,0 +1,151 @@
+"""Compiled loops over one row of logits: exponentials with their sums, the draw, the edge of a nucleus.
+
+Knows arrays only. numpy would do, and the tests hold these loops to it; but it walks a row of 49k numbers once
+per operation, and here one walk does it all. A row is always worked on alone and in the same order, so its
+numbers are the same to the bit whatever the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import numba
+import numpy as np
+from numpy.typing import NDArray
+
+F = TypeVar("F", bound=Callable[..., Any])
+Row = NDArray[np.float32]
+
+GROUP = 64
+"""Neighbouring tokens whose weights are summed together."""
+BUCKETS, PER_UNIT = 512, 16
+"""A row sorted roughly: buckets of a sixteenth of a logit, all beyond the last one in it."""
+
+# exp(x) = 2^n e^r with |r| <= ln 2 / 2; e^r by its Taylor series, which is as good as float32 there.
+_LOG2E = np.float32(1.4426950408889634)
+_LN2_HIGH, _LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
+_LEAST = np.float32(-87.0)
+"""Below, exp is nothing that a sum of float32 would notice."""
+_HALF, _ONE, _ZERO = np.float32(0.5), np.float32(1.0), np.float32(0.0)
+_C3, _C4 = np.float32(1 / 6), np.float32(1 / 24)
+_C5, _C6, _C7 = np.float32(1 / 120), np.float32(1 / 720), np.float32(1 / 5040)
+
+
+def _compiled(function: F) -> F:
+    options: Any = {"cache": True, "nogil": True, "fastmath": {"contract", "reassoc", "nsz"}}
+    compiled: Any = numba.njit(**options)(function)
+    return cast(F, compiled)
+
+
+def weigh(raw: Row, highest: np.float32, temperature: np.float32) -> tuple[Row, Row, Row]:
+    """z = (raw - highest) / temperature, exp(z), and the sums of exp(z) over each GROUP neighbours."""
+    z, weights = np.empty_like(raw), np.empty_like(raw)
+    sums = np.empty(-(-len(raw) // GROUP), np.float32)
+    _weigh(
+        np.ascontiguousarray(raw), highest, temperature, z, weights, weights.view(np.int32), sums
+    )
+    return z, weights, sums
+
+
+@_compiled
+def _weigh(
+    raw: Row,
+    highest: np.float32,
+    temperature: np.float32,
+    z: Row,
+    weights: Row,
+    bits: NDArray[np.int32],
+    sums: Row,
+) -> None:
+    size = len(raw)
+    series = np.empty(GROUP, np.float32)
+    for group in range(len(sums)):
+        start = group * GROUP
+        count = min(GROUP, size - start)
+        for i in range(count):
+            x = (raw[start + i] - highest) / temperature
+            z[start + i] = x
+            x = max(x, _LEAST)
+            n = np.floor(x * _LOG2E + _HALF)
+            r = (x - n * _LN2_HIGH) - n * _LN2_LOW
+            series[i] = _ONE + r * (
+                _ONE + r * (_HALF + r * (_C3 + r * (_C4 + r * (_C5 + r * (_C6 + r * _C7)))))
+            )
+            # The bits of 2^n: `bits` is the same memory as `weights`.
+            bits[start + i] = (np.int32(n) + np.int32(127)) << np.int32(23)
+        total = _ZERO
+        for i in range(count):
+            weight = series[i] * weights[start + i] if z[start + i] >= _LEAST else _ZERO
+            weights[start + i] = weight
+            total += weight
+        sums[group] = total
+
+
+@_compiled
+def draw(weights: Row, sums: Row, u: float) -> int:
+    """The token at `u` of the cumulative distribution, in order of ids. Never one of weight zero."""
+    total = 0.0
+    for group in range(len(sums)):
+        total += np.float64(sums[group])
+    aim = u * total
+    # Where rounding leaves the aim at the very end, the last token with a weight is meant.
+    running, before, hit = 0.0, 0.0, 0
+    for group in range(len(sums)):
+        if sums[group] > 0:
+            hit, before = group, running
+            running += np.float64(sums[group])
+            if running > aim:
+                break
+    found = -1
+    for i in range(hit * GROUP, min((hit + 1) * GROUP, len(weights))):
+        if weights[i] > 0:
+            found = i
+            before += np.float64(weights[i])
+            if before > aim:
+                break
+    return found
+
+
+@_compiled
+def bucket_sums(z: Row, weights: Row) -> NDArray[np.float64]:
+    """The weights by bucket of z, the likeliest tokens first."""
+    sums = np.zeros(BUCKETS, np.float64)
+    for i in range(len(z)):
+        sums[_bucket(z[i])] += np.float64(weights[i])
+    return sums
+
+
+@_compiled
+def cut_behind(z: Row, weights: Row, edge: int) -> NDArray[np.intp]:
+    """Take away the weights of buckets behind `edge`; returns the ids in it."""
+    count = 0
+    for i in range(len(z)):
+        bucket = _bucket(z[i])
+        if bucket > edge:
+            weights[i] = 0
+        elif bucket == edge:
+            count += 1
+    found = np.empty(count, np.intp)
+    count = 0
+    for i in range(len(z)):
+        if _bucket(z[i]) == edge:
+            found[count] = i
+            count += 1
+    return found
+
+
+@_compiled
+def sum_groups(weights: Row, sums: Row) -> None:
+    """Bring the groups' sums up to date with changed weights."""
+    for group in range(len(sums)):
+        total = _ZERO
+        for i in range(group * GROUP, min((group + 1) * GROUP, len(weights))):
+            total += weights[i]
+        sums[group] = total
+
+
+@numba.njit(inline="always")
+def _bucket(z: float) -> int:
+    scaled = z * np.float32(-PER_UNIT)
+    return int(scaled) if scaled < BUCKETS - 1 else BUCKETS - 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator
-from itertools import islice
 
 from scheduler.core.ledger import Account
 from scheduler.core.record import Record
@@ -34,7 +33,7 @@ class Line:
 
     def first(self, count: int) -> Iterator[Record]:
         """The first so many."""
-        return (item[3] for item in islice(self._items, self._start, self._start + count))
+        return iter([item[3] for item in self._items[self._start : self._start + count]])
 
     def head(self) -> Record:
         """The first one."""

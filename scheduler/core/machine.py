@@ -288,7 +288,7 @@ class Scheduler:
         """Place whoever is next while somebody has room."""
         actions: list[Action] = []
         while able := self.pool.masks(model, self.queue.needs(model)):
-            turn = Turn(now, able, self.placer.prefixes.longest)
+            turn = Turn(now, able, self.placer.prefixes)
             record = self.queue.pick(model, turn)
             if record is None:
                 break

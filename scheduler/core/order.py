@@ -13,12 +13,13 @@ from typing import Protocol
 
 from scheduler.core.ledger import Account, LeastFirst, Ledger
 from scheduler.core.line import Line, TenantLines
+from scheduler.core.prefixes import PrefixIndex
 from scheduler.core.record import Record
 from scheduler.core.types import Feature
 
-MAX_TENANTS_SEEN = 8
+MAX_TENANTS_SEEN = 4
 """Tenants within their deficit that one decision compares."""
-LOOKAHEAD = 64
+LOOKAHEAD = 48
 """Waiting requests whose cached prefix one decision looks up, over all those tenants."""
 AGED_EVERY = 4
 """Of so many picks, one is for the sake of age alone: nobody starves, and a queue in which everybody is old
@@ -32,8 +33,7 @@ class Turn:
     now: float
     able: Mapping[frozenset[Feature], int]
     """Needs that a worker with room can serve, with those workers as a mask. What is not here cannot move."""
-    num_cached_blocks: Callable[[Sequence[int], int], int]
-    """Leading blocks of a prompt, given by its digests, that a worker of the mask holds."""
+    prefixes: PrefixIndex
 
     def lines(self, tenant: TenantLines) -> list[tuple[Line, int]]:
         """The tenant's lines that can move."""
@@ -158,16 +158,21 @@ class DeficitPrefix:
         chosen = lines[0][0].head()
         best: tuple[float, ...] | None = None
         depth = max(1, LOOKAHEAD // len(lines))
+        holders = turn.prefixes.masks.get
         for line, mask, account in lines:
-            left, most = self._ledger.deficit(account), -1
+            left = -self._ledger.deficit(account)
+            found, most = line.head(), 0
+            if best is not None:
+                most = max(0, int(-best[0]) - 1)
             for record in line.first(depth):
-                cached = turn.num_cached_blocks(record.request.prefix_digests, mask)
-                if cached <= most:
-                    continue  # of equals in a line the first one counts
-                most = cached
-                rank = (-cached, -left, record.due_at, record.arrival)
-                if best is None or rank < best:
-                    best, chosen = rank, record
+                # One look-up tells whether it beats the best; nearly all are passed over by it.
+                digests = record.request.prefix_digests
+                if len(digests) > most and holders(digests[most], 0) & mask:
+                    found, most = record, turn.prefixes.longest(digests, mask)
+            cached = turn.prefixes.longest(found.request.prefix_digests, mask)
+            rank = (-cached, left, found.due_at, found.arrival)
+            if best is None or rank < best:
+                best, chosen = rank, found
         return chosen
 
     def _eligible(self, tenants: Mapping[str, TenantLines], turn: Turn) -> list[Account]:

@@ -10,7 +10,7 @@ import hashlib
 import sys
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 BLOCK_TOKENS = 64
 """Tokens per hashed block; the workers hash the same."""
@@ -87,6 +87,11 @@ class PrefixIndex:
         """The worker is gone; its number may be given to another."""
         for digest in self._caches.pop(number, ()):
             self._unhold(digest, 1 << number)
+
+    @property
+    def masks(self) -> Mapping[int, int]:
+        """Digest → workers that hold it, for those who look up very many."""
+        return self._holders
 
     def longest(self, digests: Sequence[int], mask: int) -> int:
         """Leading blocks that some worker of the mask holds."""

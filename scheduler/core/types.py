@@ -160,7 +160,6 @@ class Limits:
     max_tenants: int = 10_000
     max_cached_blocks: int = 4096
     shed: bool = True
-    max_explained: int = 1000
 
 
 @dataclass(slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 from scheduler.core import ORDERS, POLICIES
@@ -13,6 +14,8 @@ from scheduler.simulate.scenarios import SCENARIOS, policy_table
 from scheduler.simulate.twin import Twin
 
 MAX_CARDS = 1000
+BEGIN = "<!-- policy table: begin -->"
+END = "<!-- policy table: end -->"
 
 
 def main() -> None:
@@ -23,11 +26,25 @@ def main() -> None:
     if arguments.policies:
         if unknown := [name for name in names if name not in SCENARIOS]:
             parser.error(f"--policies takes a standard trace, not {unknown[0]}")
+        lines = []
         for line in policy_table(arguments.seed, arguments.seconds, names):
             print(line, flush=True)
+            lines.append(line)
+        if arguments.into:
+            _put_into(parser, arguments.into, lines)
         return
     for name in names:
         _one(parser, arguments, name)
+
+
+def _put_into(parser: argparse.ArgumentParser, path: Path, lines: Sequence[str]) -> None:
+    """Replace what stands between the two marks of a Markdown file."""
+    text = path.read_text()
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not end:
+        parser.error(f"{path} has no part between `{BEGIN}` and `{END}`")
+    path.write_text("\n".join([before + begin, "", *lines, "", end + after]))
 
 
 def _one(parser: argparse.ArgumentParser, arguments: argparse.Namespace, name: str) -> None:
@@ -80,6 +97,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--policies", action="store_true", help="print the table of all policies instead"
+    )
+    parser.add_argument(
+        "--into", type=Path, help="put the table into this Markdown file, between its two marks"
     )
     parser.add_argument("--placement", default=next(iter(POLICIES)), choices=list(POLICIES))
     parser.add_argument("--order", default=next(iter(ORDERS)), choices=list(ORDERS))

@@ -110,7 +110,10 @@ class FakeWorker(engine_pb2_grpc.EngineServiceServicer):
         load: engine_pb2.Load | None = None,
     ) -> None:
         """Send a report."""
-        report = engine_pb2.Report(state=state, idle=idle, last_step_seq=self.step_seq, load=load)
+        self.send(engine_pb2.Report(state=state, idle=idle, last_step_seq=self.step_seq, load=load))
+
+    def send(self, report: engine_pb2.Report) -> None:
+        """Send this very report."""
         self._reports.put_nowait(engine_pb2.AttachRequest(report=report))
 
     def step(self, *events: Event) -> None:

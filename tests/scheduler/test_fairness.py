@@ -190,10 +190,11 @@ def test_whoever_waits_long_enough_comes_first_and_moves_up() -> None:
     world.submit("warm", tokens=200, prefix_digests=(1, 2, 3))
     world.submit("cold", tokens=200, prefix_digests=(9,))
     world.submit("background", tokens=200, prefix_digests=(9,), priority=5)
-    for n in range(4):
+    for n in range(6):
         world.submit(f"hot{n}", tokens=200, prefix_digests=(1, 2, 3))
+    # From 5 s on all are old: one pick in four is the oldest, the others still look at prefixes.
     assert world.run(seconds=3.0) == [
-        "warm", "hot0", "cold", "background", "hot1", "hot2", "hot3",
+        "warm", "hot0", "cold", "hot1", "hot2", "hot3", "background", "hot4", "hot5",
     ]  # fmt: skip
 
 

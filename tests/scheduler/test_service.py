@@ -15,6 +15,8 @@ from candor import errors, rpc
 from candor.v1 import engine_pb2, inference_pb2, scheduler_pb2, scheduler_pb2_grpc
 from scheduler.__main__ import Process
 from scheduler.config import Config
+from scheduler.core import Record
+from scheduler.core.prefixes import block_digests
 from tests.fakes.scheduler import (
     FINGERPRINT,
     FakeClient,
@@ -677,3 +679,54 @@ async def test_stopping_ends_what_does_not_finish(world: World) -> None:
     await client.ended(*range(1, 6))
     assert {client.failure(handle).reason for handle in range(1, 6)} == {"SHUTTING_DOWN"}
     assert len(worker.submitted) == 3
+
+
+async def test_a_tenants_quota_is_refused_by_name_and_with_a_time(world: World) -> None:
+    await world.open(tenants='{"a": {"concurrent": 1}}')
+    worker = await world.worker()
+    client = world.client()
+    await client.submit(1, request(tenant="a"))
+    await until(lambda: worker.submitted)
+    await client.submit(2, request(tenant="a"))
+    await client.submit(3, request(tenant="b"))
+    await client.ended(2)
+    refusal = client.failure(2)
+    assert (refusal.reason, refusal.field) == ("TENANT_QUOTA", "tenant")
+    assert refusal.retry_after_s == 1.0 and "tenant `a` has 1 requests in flight" in refusal.message
+    await until(lambda: len(worker.submitted) == 2)
+    worker.step(finished(worker.submitted[0].handle))
+    await client.ended(1)
+    await client.submit(4, request(tenant="a"))
+    await until(lambda: len(worker.submitted) == 3)
+
+
+async def test_prompts_follow_the_digests_that_workers_report(world: World) -> None:
+    await world.open()
+    workers = {}
+    for worker_id in ("w1", "w2", "w3"):
+        roomy = inference_pb2.ModelInfo(max_model_len=10_000)
+        workers[worker_id] = await world.worker(worker_id, slots=8, model=roomy)
+    prompt = list(range(64 * 4))
+    report = engine_pb2.Report(
+        state=engine_pb2.WORKER_STATE_READY, idle=True, cached_prefixes=block_digests(prompt)
+    )
+    workers["w2"].send(report)
+    await until(lambda: world.core.placer.prefixes.num_blocks == 4)
+    client = world.client()
+    for handle in range(3):
+        await client.submit(handle, request([*prompt, 7, handle]))
+        await until(lambda: len(workers["w2"].submitted) == handle + 1)  # noqa: B023
+        running = workers["w2"].submitted[-1].handle
+        workers["w2"].step(delta(running, 0), finished(running))
+        await client.ended(handle)
+    salted = request([*prompt, 9], cache_salt="s")
+    await client.submit(9, salted)
+    await until(lambda: sum(len(w.submitted) for w in workers.values()) == 4)
+    record = client_record(world, 9)
+    assert record.request.is_salted and record.cached_tokens == 0
+
+
+def client_record(world: World, number: int) -> Record:
+    """The only request in flight, which a client has under that number."""
+    (outbox,) = world.process.dispatcher._outboxes
+    return outbox.live[number]

@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from scheduler.core import ORDERS, POLICIES
 from scheduler.core.types import Limits
 from scheduler.simulate import CardModel, Outcome, Result, TraceRequest, Twin, report, traces
 from scheduler.simulate.cards import Card, CardSequence
 from scheduler.simulate.report import percentile, summarise
+from scheduler.simulate.scenarios import SCENARIOS
 
 SMALL = CardModel(slots=8)
 EVERYTHING_WAITS = Limits(max_queued_requests=10**6, max_queued_tokens=10**12, max_wait_s=1e6)
@@ -242,3 +244,25 @@ def test_the_command_prints_the_table_of_policies() -> None:
     assert done.returncode == 0, done.stderr
     header, _, row = done.stdout.splitlines()
     assert header.count("|") == row.count("|") == 7 and "expected_wait" in header
+
+
+def test_the_table_goes_between_the_marks_of_a_file(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("a\n<!-- policy table: begin -->\nold\n<!-- policy table: end -->\nb\n")
+    flags = ("--policies", "--trace", "hot", "--seconds", "1", "--into")
+    done = simulate(*flags, str(page))
+    lines = page.read_text().splitlines()
+    assert (lines[0], lines[-1]) == ("a", "b") and "old" not in lines
+    assert [line for line in lines if line.startswith("|")] == done.stdout.splitlines()
+    page.write_text("no marks")
+    assert simulate(*flags, str(page)).returncode == 2 and page.read_text() == "no marks"
+
+
+def test_the_page_has_a_row_for_every_trace_and_a_column_for_every_policy() -> None:
+    page = Path("docs/scheduling.md").read_text()
+    table = page.partition("policy table: begin -->")[2].partition("<!--")[0].splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table if line]
+    headers = [row[1:] for row in rows if row[0] in ("TTFT p50 / p99 ms", "order")]
+    assert headers == [list(POLICIES), list(ORDERS)]
+    abouts = [s.about for s in SCENARIOS.values()]
+    assert [row[0] for row in rows if row[0] in abouts] == abouts

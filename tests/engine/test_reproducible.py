@@ -96,7 +96,7 @@ def asked(codec: Codec, name: str, *, max_tokens: int = 40, stop: tuple[str, ...
             output["logprobs"] = 0
         case "json":
             schema = (
-                '{"type":"array","items":{"enum":["ä","bee","日本"]},"minItems":4,"maxItems":9}'
+                '{"type":"array","items":{"enum":["ä","bee","日本"]},"minItems":10,"maxItems":20}'
             )
             constraint = Constraint("json_schema", schema)
             sampling["n"] = 2

@@ -117,7 +117,10 @@ class Config:
         maximum=65536,
     )
     threads: int | None = setting(
-        None, "threads of the forward pass; all processors when unset", unit="threads", minimum=1
+        None,
+        "threads of the forward pass, or passes of texts to embed at the same time; all processors when unset",
+        unit="threads",
+        minimum=1,
     )
     max_requests: int = setting(
         256, "requests the worker holds; more are refused", unit="requests", minimum=1

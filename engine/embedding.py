@@ -43,7 +43,7 @@ def open_encoder(config: Config, codec: Codec) -> BertEncoder:
             f"the tokenizer of {config.model_path} has {codec.vocab_size} tokens, the encoder "
             f"{encoder.vocab_size}"
         )
-    blas.set_threads(config.num_threads)
+    blas.set_threads(1)  # of a pass; the backend computes several at a time
     return encoder
 
 
@@ -122,6 +122,7 @@ class EmbeddingProcess(WorkerProcess):
             encoder,
             slots=config.slots,
             token_budget=config.token_budget,
+            threads=config.num_threads,
             limits=TextLimits(
                 max_inputs=min(config.max_embed_inputs, rpc.MAX_MESSAGE_BYTES // vector_bytes),
                 max_input_tokens=config.max_model_len or encoder.max_model_len,

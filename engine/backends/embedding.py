@@ -1,7 +1,9 @@
-"""Embeddings by an encoder on a thread of its own, one pass after another, for all open requests together.
+"""Embeddings by an encoder: passes on threads, each for all open requests together.
 
-A pass is the unit of progress: reports count them, and a request that was given up is dropped between two.
-Who is in a pass is decided by `engine.core.passes`. Knows nothing of gRPC or text.
+Each thread computes a pass of its own. Threads that share one wait for each other at every product: on busy
+processors that was measured to take five times as long. A pass is the unit of progress: reports count them, and
+a request that was given up is in none that begins later. Who is in a pass is decided by
+`engine.core.passes`. Knows nothing of gRPC or text.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ log = logging.getLogger("engine.embedding")
 
 
 class Encoder(Protocol):
-    """What turns token ids into vectors. Not thread-safe: one thread at a time calls it."""
+    """What turns token ids into vectors. Several threads call it at the same time."""
 
     name: str
     embedding_size: int
@@ -47,6 +49,7 @@ class EmbeddingBackend:
         *,
         slots: int,
         token_budget: int,
+        threads: int,
         limits: TextLimits,
         max_requests: int,
         max_tokens: int,
@@ -54,7 +57,8 @@ class EmbeddingBackend:
     ) -> None:
         """`slots`: what the scheduler may place here at a time. `token_budget`: most tokens of a pass.
 
-        `max_requests` and `max_tokens`: open at a time; more are refused. `on_death`: no pass will follow.
+        `threads`: passes at the same time. `max_requests` and `max_tokens`: open at a time; more are refused.
+        `on_death`: no pass will follow.
         """
         self.description = Description(
             backend="embedding",
@@ -76,9 +80,11 @@ class EmbeddingBackend:
         self._is_idle.set()
         self._step_seq, self._step_unix_ms = 0, round(time.time() * 1000)
         self._totals, self._rates = Totals(), Rates()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="encoder")
+        self._num_passes = 0
+        """Being computed now."""
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="encoder")
         self._loop = asyncio.get_running_loop()
-        self._worker = self._loop.create_task(self._work(), name="passes")
+        self._workers = [self._loop.create_task(self._work()) for _ in range(threads)]
 
     async def embed(self, inputs: Sequence[Sequence[int]]) -> NDArray[np.float32]:
         """Vectors in the order of the inputs. Cancelled, it is in no further pass.
@@ -129,8 +135,12 @@ class EmbeddingBackend:
     async def _pass(self, picks: Sequence[Pick]) -> None:
         sequences = [job.inputs[index] for job, index in picks]
         began = time.monotonic()
+        self._num_passes += 1
+        share = self._num_passes
         try:
-            vectors = await self._loop.run_in_executor(self._thread, self._encoder.embed, sequences)
+            vectors = await self._loop.run_in_executor(
+                self._threads, self._encoder.embed, sequences
+            )
         except Exception:
             # A fault of ours, and of these requests only: the encoder keeps nothing between passes.
             log.exception("a pass failed")
@@ -139,7 +149,10 @@ class EmbeddingBackend:
                 if (waiting := self._waiting.get(job)) is not None:
                     _fail(waiting, errors.Internal("a pass failed"))
             return
-        self._count(sum(map(len, sequences)), time.monotonic() - began)
+        finally:
+            self._num_passes -= 1
+        # Passes beside it had their part of the time.
+        self._count(sum(map(len, sequences)), (time.monotonic() - began) / share)
         for job in self._passes.deliver(picks, vectors):
             waiting = self._waiting.get(job)
             if waiting is not None and not waiting.done():
@@ -170,9 +183,10 @@ class EmbeddingBackend:
         await self._is_idle.wait()
 
     def close(self) -> bool:
-        """Stop for good, after the pass that is being computed."""
-        self._loop.call_soon_threadsafe(self._worker.cancel)
-        self._thread.shutdown(cancel_futures=True)
+        """Stop for good, after the passes that are being computed."""
+        for worker in self._workers:
+            self._loop.call_soon_threadsafe(worker.cancel)
+        self._threads.shutdown(cancel_futures=True)
         return True
 
 

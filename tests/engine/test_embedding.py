@@ -65,7 +65,7 @@ async def worker(
         served_aliases=("alias",),
         engine="127.0.0.1:0",
         scheduler="127.0.0.1:1",
-        **{"slots": 4, "token_budget": 16, **settings},
+        **{"slots": 4, "token_budget": 16, "threads": 1, **settings},
     )
     process = EmbeddingProcess(config, encoder, ByteCodec())
     port = await process.start()
@@ -132,6 +132,18 @@ async def test_requests_that_come_together_share_a_pass(held: CountingEncoder) -
             *(expected([[i] * 2]) for i in range(2, 6)),
         ]
         assert len(held.passes) == 2
+
+
+async def test_as_many_passes_as_threads_are_computed_at_the_same_time(
+    held: CountingEncoder,
+) -> None:
+    async with worker(held, threads=2) as (_, door):
+        inputs = [[i] * 8 for i in range(9)]
+        running = asyncio.create_task(door.vectors(inputs))
+        await until(lambda: len(held.passes) == 2)
+        held.gate.set()
+        assert await running == expected(inputs)
+        assert len(held.passes) == 5
 
 
 async def test_a_worker_says_that_it_embeds_and_how_it_is_doing(held: CountingEncoder) -> None:
@@ -330,11 +342,12 @@ def test_a_tokenizer_with_more_tokens_than_the_encoder_is_refused(folder: str) -
         open_encoder(Config(model=folder), Larger())
 
 
-def test_the_number_of_threads_is_the_one_that_was_set(folder: str) -> None:
+def test_a_pass_has_one_thread_whatever_the_library_would_take(folder: str) -> None:
     before = blas.get_threads()
     assert before is not None
     try:
-        open_encoder(Config(model=folder, threads=1), open_codec(folder))
+        blas.set_threads(2)
+        open_encoder(Config(model=folder, threads=2), open_codec(folder))
         assert blas.get_threads() == 1
     finally:
         blas.set_threads(before)

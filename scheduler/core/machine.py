@@ -31,7 +31,6 @@ from scheduler.core.types import (
     Dispatch,
     DropWorker,
     Fail,
-    Feature,
     Limits,
     Load,
     NotifyQueued,
@@ -256,8 +255,7 @@ class Scheduler:
         return []
 
     def _record_due(self, now: float, record: Record) -> list[Action]:
-        retry_after_s = self._estimates.retry_after_s(record.model, self.queue.num_requests)
-        error = deadlines.overdue(now, record, self.limits, retry_after_s)
+        error = deadlines.overdue(now, record, self.limits, self._retry_after_s(record.model))
         if error is not None:
             return self._give_up(now, record, error)
         actions: list[Action] = []
@@ -325,9 +323,11 @@ class Scheduler:
         """Why a seat would be wasted on it: its first token cannot be there in time any more."""
         if not self.limits.shed or record.first_token_at is not None:
             return None
-        retry_after_s = self._estimates.retry_after_s(record.model, self.queue.num_requests)
         first_at = now + self.placer.prefill_s(record, worker)
-        return deadlines.hopeless(now, record, first_at, retry_after_s)
+        return deadlines.hopeless(now, record, first_at, self._retry_after_s(record.model))
+
+    def _retry_after_s(self, model: str) -> float:
+        return self._estimates.retry_after_s(model, self.queue.num_requests)
 
     # --- endings and detours ---
 
@@ -404,15 +404,8 @@ class Scheduler:
     def _find_stranded(self, now: float, model: str) -> None:
         """Those that wait for a worker which does not exist wait only so long."""
         serving = self.pool.serving(model).workers
-        is_able: dict[frozenset[Feature], bool] = {}
-        for record in self.queue.waiting(model):
-            if record.needs not in is_able:
-                is_able[record.needs] = any(worker.can(record.needs) for worker in serving)
-            if is_able[record.needs]:
-                record.stranded_at = None
-            elif record.stranded_at is None:
-                record.stranded_at = now
-                self._arm(record)
+        for record in recovery.stranded(now, self.queue.waiting(model), serving):
+            self._arm(record)
 
     def _forget(self, worker: Worker) -> None:
         self._timers.clear(worker)

@@ -1,11 +1,11 @@
 """Whether a request that lost its worker goes on elsewhere, and as what it goes back to the queue.
 
-Pure decisions about a record; the books of queue and pool are the machine's.
+Decisions about records alone; the books of queue and pool are the machine's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from candor import errors
 from scheduler.core import deadlines
@@ -35,6 +35,21 @@ def why_not(
     if record.num_relayed and not any(worker.can(needs_now(record)) for worker in workers):
         return deadlines.lost_error(record, "it cannot be resumed")
     return None
+
+
+def stranded(now: float, waiting: Iterable[Record], serving: Sequence[Worker]) -> list[Record]:
+    """Notes who waits for a worker that does not exist; returns those of whom that is news."""
+    is_able: dict[frozenset[Feature], bool] = {}
+    found = []
+    for record in waiting:
+        if record.needs not in is_able:
+            is_able[record.needs] = any(worker.can(record.needs) for worker in serving)
+        if is_able[record.needs]:
+            record.stranded_at = None
+        elif record.stranded_at is None:
+            record.stranded_at = now
+            found.append(record)
+    return found
 
 
 def requeue(now: float, record: Record, worker: Worker, limits: Limits) -> None:

@@ -12,16 +12,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from candor import errors
-from engine.core.row_kernels import BUCKETS, bucket_sums, cut_behind, draw, sum_groups, weigh
+from engine.core.row_kernels import (
+    BUCKETS,
+    bucket_sums,
+    count_above,
+    cut_behind,
+    draw,
+    group_tops,
+    ids_at_least,
+    sum_groups,
+    weigh,
+)
 from engine.core.types import Logits, SamplingParams, TokenScores
 
 Ids = NDArray[np.intp]
 
-_GROUP = 64
-"""Tokens per group where a row is reduced in two levels."""
 _NEAR, _FEW = 4.0, 2000
 """A nucleus among at most _FEW tokens within _NEAR of the maximum is found by sorting them."""
 
+_FINITE = float(np.finfo(np.float32).min)
 _HOTTEST = 1e38
 """Legal is any temperature, but what float32 holds as infinity would turn a masked -inf into no number."""
 
@@ -60,6 +69,10 @@ class Distribution:
         parts = self._sums if self.kept is None else self.weights
         return math.log(float(parts.sum(dtype=np.float64)))
 
+    @cached_property
+    def _tops(self) -> Logits:
+        return group_tops(self.z)
+
     # --- truncation ---
 
     def _truncate(self, params: SamplingParams) -> Ids | None:
@@ -68,7 +81,7 @@ class Distribution:
         if not (has_k or has_p or params.min_p > 0):
             return None
         if has_k:
-            kept = _by_rank(self.z, _at_least(self.z, params.top_k))
+            kept = self._ranked(params.top_k)
             # Equals of the k-th stay.
             floor = self.z[kept[min(params.top_k, len(kept)) - 1]]
             kept = kept[: int(np.searchsorted(-self.z[kept], -floor, side="right"))]
@@ -85,7 +98,7 @@ class Distribution:
             kept = listed
         else:
             margin = math.log(params.min_p) - 1e-3
-            kept = _by_rank(self.z, np.flatnonzero(self.z >= margin))
+            kept = _by_rank(self.z, ids_at_least(self.z, self._tops, margin))
         if params.min_p > 0:
             kept = kept[self._all_weights[kept] >= np.float32(params.min_p)]
         return kept
@@ -94,7 +107,7 @@ class Distribution:
         """Ids of the nucleus; None when it is a large one."""
         weights = self._all_weights
         aim = top_p * float(self._sums.sum(dtype=np.float64))
-        near = np.flatnonzero(self.z >= -_NEAR)
+        near = ids_at_least(self.z, self._tops, -_NEAR)
         if len(near) > _FEW or float(weights[near].sum(dtype=np.float64)) <= aim:
             return None
         kept = _by_rank(self.z, near)
@@ -137,21 +150,19 @@ class Distribution:
 
     def scores(self, token: int, k: int) -> TokenScores:
         """The token first, then the k most likely ones in rank order, the token not repeated."""
-        best = top_ids(self.z, k) if k else np.empty(0, dtype=np.intp)
-        ids = np.concatenate([[token], best])
-        values = self.z[ids]
+        best = self.top_ids(k).tolist() if k else []
+        ids = np.array([token, *(i for i in best if i != token)])
         # What truncation dropped has no probability and ranks behind everything that has one.
-        values = np.where(self._is_kept(ids), values, -np.inf)
+        values = np.where(self._is_kept(ids), self.z[ids], -np.inf)
         # Whatever beats one of the best is itself among the best, so they rank each other.
-        ranks = 1 + np.searchsorted(-values[1:], -values)
-        place = np.flatnonzero(best == token)
-        if not len(place):
+        is_best = token in best
+        ranks = 1 + np.searchsorted(np.sort(-values) if is_best else -values[1:], -values)
+        if not is_best:
             ranks[0] = 1 + self._num_above(values[0])
-        once = np.delete(np.arange(len(ids)), place + 1)
         return TokenScores(
-            token_ids=tuple(ids[once].tolist()),
-            logprobs=tuple((values[once].astype(np.float64) - self.log_total).tolist()),
-            ranks=tuple(ranks[once].tolist()),
+            token_ids=tuple(ids.tolist()),
+            logprobs=tuple((values.astype(np.float64) - self.log_total).tolist()),
+            ranks=tuple(ranks.tolist()),
         )
 
     def _num_above(self, value: float) -> int:
@@ -161,7 +172,28 @@ class Distribution:
         if self._is_cut and value == -np.inf:
             return int(np.count_nonzero(self._all_weights))
         # What is likelier than a token that was kept was kept too.
-        return int(np.count_nonzero(self.z > value))
+        return int(count_above(self.z, self._tops, value))
+
+    # --- ranks ---
+
+    def top_ids(self, k: int) -> Ids:
+        """The k most likely ids in rank order; masked ones, by id, where fewer than k are left."""
+        k = min(k, len(self.z))
+        best = self._ranked(k)[:k]
+        if len(best) < k:
+            masked = np.flatnonzero(self.z == -np.inf)[: k - len(best)]
+            best = np.concatenate([best, masked])
+        return best
+
+    def _ranked(self, k: int) -> Ids:
+        """Ids of the k largest with all their equals in rank order, and maybe some more behind them.
+
+        The k-th largest of the groups' maxima is a lower bound of the k-th largest value, as k different
+        tokens reach it: that replaces a partition of the vocabulary.
+        """
+        parts = self._tops if k <= len(self._tops) else self.z
+        floor = np.partition(parts, len(parts) - k)[len(parts) - k] if k < len(parts) else -np.inf
+        return _by_rank(self.z, ids_at_least(self.z, self._tops, max(float(floor), _FINITE)))
 
 
 def _invert(weights: Logits, u: float) -> int:
@@ -178,35 +210,9 @@ def _nucleus(weights: Logits, aim: float) -> int:
     return 1 + int(np.searchsorted(np.cumsum(weights[:-1], dtype=np.float64), aim, side="left"))
 
 
-def _at_least(z: Logits, k: int) -> Ids:
-    """Ids of a superset of the k largest with all their equals, usually a small one.
-
-    The k-th largest of the groups' maxima is a lower bound of the k-th largest value, as k different
-    tokens reach it: one cheap pass replaces a partition of the vocabulary.
-    """
-    columns = len(z) // _GROUP
-    if columns < k:
-        size = len(z)
-        floor = np.partition(z, size - k)[size - k] if k < size else -np.inf
-    else:
-        tops = z[: columns * _GROUP].reshape(_GROUP, columns).max(axis=0)
-        floor = np.partition(tops, columns - k)[columns - k]
-    return np.flatnonzero(z >= floor) if floor > -np.inf else np.flatnonzero(z > -np.inf)
-
-
 def _by_rank(z: Logits, ids: Ids) -> Ids:
     """Ids (ascending) by descending value; equals stay by id."""
     return ids[np.argsort(-z[ids], kind="stable")]
-
-
-def top_ids(z: Logits, k: int) -> Ids:
-    """The k most likely ids in rank order; masked ones, by id, where fewer than k are left."""
-    k = min(k, len(z))
-    best = _by_rank(z, _at_least(z, k))[:k]
-    if len(best) < k:
-        masked = np.flatnonzero(z == -np.inf)[: k - len(best)]
-        best = np.concatenate([best, masked])
-    return best
 
 
 def broken() -> errors.Internal:

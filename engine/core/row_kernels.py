@@ -8,7 +8,7 @@ numbers are the same to the bit whatever the batch.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numba
 import numpy as np
@@ -18,7 +18,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 Row = NDArray[np.float32]
 
 GROUP = 64
-"""Neighbouring tokens whose weights are summed together."""
+"""Neighbouring tokens that are summed up and topped together."""
 BUCKETS, PER_UNIT = 512, 16
 """A row sorted roughly: buckets of a sixteenth of a logit, all beyond the last one in it."""
 
@@ -32,23 +32,43 @@ _C3, _C4 = np.float32(1 / 6), np.float32(1 / 24)
 _C5, _C6, _C7 = np.float32(1 / 120), np.float32(1 / 720), np.float32(1 / 5040)
 
 
-def _compiled(function: F) -> F:
-    options: Any = {"cache": True, "nogil": True, "fastmath": {"contract", "reassoc", "nsz"}}
-    compiled: Any = numba.njit(**options)(function)
-    return cast(F, compiled)
+_READ = numba.types.Array(numba.float32, 1, "C", readonly=True)
+_F4, _I4 = numba.float32[::1], numba.int32[::1]
 
 
-def weigh(raw: Row, highest: np.float32, temperature: np.float32) -> tuple[Row, Row, Row]:
-    """z = (raw - highest) / temperature, exp(z), and the sums of exp(z) over each GROUP neighbours."""
-    z, weights = np.empty_like(raw), np.empty_like(raw)
+def _compiled(result: Any, *arguments: Any) -> Callable[[F], F]:
+    """Compile at import for these types (from the cache on disk after the first time), never in a step.
+
+    No row has a NaN in it: whoever calls has looked at its maximum, which would be one.
+    """
+    options: Any = {
+        "cache": True,
+        "nogil": True,
+        "fastmath": {"contract", "reassoc", "nsz", "nnan"},
+    }
+    return cast("Callable[[F], F]", numba.njit(result(*arguments), **options))
+
+
+class Weighed(NamedTuple):
+    """A row and its exponentials."""
+
+    z: Row
+    weights: Row
+    """exp(z)."""
+    sums: Row
+    """Of the weights of each GROUP of neighbours."""
+
+
+def weigh(raw: Row, highest: np.float32, temperature: np.float32) -> Weighed:
+    """z = (raw - highest) / temperature and what follows from it."""
+    z, weights = np.empty_like(raw, order="C"), np.empty_like(raw, order="C")
     sums = np.empty(-(-len(raw) // GROUP), np.float32)
-    _weigh(
-        np.ascontiguousarray(raw), highest, temperature, z, weights, weights.view(np.int32), sums
-    )
-    return z, weights, sums
+    bits = weights.view(np.int32)
+    _weigh(np.ascontiguousarray(raw), highest, temperature, z, weights, bits, sums)
+    return Weighed(z, weights, sums)
 
 
-@_compiled
+@_compiled(numba.void, _READ, numba.float32, numba.float32, _F4, _F4, _I4, _F4)
 def _weigh(
     raw: Row,
     highest: np.float32,
@@ -82,7 +102,7 @@ def _weigh(
         sums[group] = total
 
 
-@_compiled
+@_compiled(numba.intp, _F4, _F4, numba.float64)
 def draw(weights: Row, sums: Row, u: float) -> int:
     """The token at `u` of the cumulative distribution, in order of ids. Never one of weight zero."""
     total = 0.0
@@ -107,7 +127,61 @@ def draw(weights: Row, sums: Row, u: float) -> int:
     return found
 
 
-@_compiled
+@_compiled(_F4, _F4)
+def group_tops(z: Row) -> Row:
+    """The largest z of each GROUP of neighbours."""
+    whole = len(z) // GROUP
+    tops = np.empty((len(z) + GROUP - 1) // GROUP, np.float32)
+    for group in range(whole):  # of one length, so that the compiler can unroll it
+        top = z[group * GROUP]
+        for i in range(GROUP):
+            top = max(top, z[group * GROUP + i])
+        tops[group] = top
+    if whole < len(tops):
+        top = z[whole * GROUP]
+        for i in range(whole * GROUP, len(z)):
+            top = max(top, z[i])
+        tops[whole] = top
+    return tops
+
+
+@_compiled(numba.intp[::1], _F4, _F4, numba.float32)
+def ids_at_least(z: Row, tops: Row, floor: float) -> NDArray[np.intp]:
+    """Ids with at least this z, ascending."""
+    count = 0
+    for group in range(len(tops)):
+        if tops[group] >= floor:
+            for i in range(group * GROUP, min((group + 1) * GROUP, len(z))):
+                count += z[i] >= floor
+    found = np.empty(count, np.intp)
+    count = 0
+    for group in range(len(tops)):
+        if tops[group] >= floor:
+            for i in range(group * GROUP, min((group + 1) * GROUP, len(z))):
+                if z[i] >= floor:
+                    found[count] = i
+                    count += 1
+    return found
+
+
+@_compiled(numba.intp, _F4, _F4, numba.float32)
+def count_above(z: Row, tops: Row, value: float) -> int:
+    """How many have more than this z."""
+    count = 0
+    for group in range(len(tops)):
+        if tops[group] > value:
+            for i in range(group * GROUP, min((group + 1) * GROUP, len(z))):
+                count += z[i] > value
+    return count
+
+
+@numba.njit(inline="always")
+def _bucket(z: float) -> int:
+    scaled = z * np.float32(-PER_UNIT)
+    return int(scaled) if scaled < BUCKETS - 1 else BUCKETS - 1
+
+
+@_compiled(numba.float64[::1], _F4, _F4)
 def bucket_sums(z: Row, weights: Row) -> NDArray[np.float64]:
     """The weights by bucket of z, the likeliest tokens first."""
     sums = np.zeros(BUCKETS, np.float64)
@@ -116,7 +190,7 @@ def bucket_sums(z: Row, weights: Row) -> NDArray[np.float64]:
     return sums
 
 
-@_compiled
+@_compiled(numba.intp[::1], _F4, _F4, numba.intp)
 def cut_behind(z: Row, weights: Row, edge: int) -> NDArray[np.intp]:
     """Take away the weights of buckets behind `edge`; returns the ids in it."""
     count = 0
@@ -135,7 +209,7 @@ def cut_behind(z: Row, weights: Row, edge: int) -> NDArray[np.intp]:
     return found
 
 
-@_compiled
+@_compiled(numba.void, _F4, _F4)
 def sum_groups(weights: Row, sums: Row) -> None:
     """Bring the groups' sums up to date with changed weights."""
     for group in range(len(sums)):
@@ -143,9 +217,3 @@ def sum_groups(weights: Row, sums: Row) -> None:
         for i in range(group * GROUP, min((group + 1) * GROUP, len(weights))):
             total += weights[i]
         sums[group] = total
-
-
-@numba.njit(inline="always")
-def _bucket(z: float) -> int:
-    scaled = z * np.float32(-PER_UNIT)
-    return int(scaled) if scaled < BUCKETS - 1 else BUCKETS - 1

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from candor import errors
-from engine.core.distribution import Distribution, Ids, broken, nothing_allowed, top_ids
+from engine.core.distribution import Distribution, Ids, broken, nothing_allowed
 from engine.core.philox import uniform
 from engine.core.types import Logits, SamplingParams, TokenScores
 
@@ -210,7 +210,7 @@ def candidates(raw: Logits, row: Row, count: int) -> list[Sampled]:
     shape = Distribution(shaped(raw, row), rules.params)
     reported = Distribution(raw, _NEUTRAL) if rules.raw_logprobs else shape
     found = []
-    for token in top_ids(shape.z, count).tolist():
+    for token in shape.top_ids(count).tolist():
         logprob = shape.logprob(token)
         if logprob > -math.inf:
             wanted = rules.num_logprobs

@@ -7,7 +7,15 @@ import pytest
 from numpy.typing import NDArray
 
 from engine.core.distribution import Distribution
-from engine.core.row_kernels import GROUP, draw, sum_groups, weigh
+from engine.core.row_kernels import (
+    GROUP,
+    count_above,
+    draw,
+    group_tops,
+    ids_at_least,
+    sum_groups,
+    weigh,
+)
 from engine.core.types import SamplingParams
 
 SIZES = [1, 63, 64, 65, 300, 49152]
@@ -34,6 +42,19 @@ def test_weights_are_exponentials_and_their_sums(size: int, temperature: float) 
     padded = np.zeros(len(sums) * GROUP)
     padded[:size] = weights
     np.testing.assert_allclose(sums, padded.reshape(-1, GROUP).sum(axis=1), rtol=1e-6)
+    highest = np.full(len(sums) * GROUP, -np.inf, np.float32)
+    highest[:size] = z
+    np.testing.assert_array_equal(group_tops(z), highest.reshape(-1, GROUP).max(axis=1))
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("floor", [-1e30, -9.0, -2.0, 0.0, 1.0])
+def test_ids_by_value_are_those_of_a_comparison(size: int, floor: float) -> None:
+    raw = row(size)
+    z = weigh(raw, raw.max(), np.float32(1)).z
+    tops = group_tops(z)
+    np.testing.assert_array_equal(ids_at_least(z, tops, floor), np.flatnonzero(z >= floor))
+    assert count_above(z, tops, floor) == np.count_nonzero(z > np.float32(floor))
 
 
 def test_a_row_that_is_no_neighbour_of_itself_is_read_right() -> None:

@@ -51,7 +51,10 @@ def _cut(value: Any, limit: int = MAX_FIELD) -> Any:
     if isinstance(value, int | float | bool) or value is None:
         return value
     text = value if isinstance(value, str) else str(value)
-    return text if len(text) <= limit else f"{text[:limit]}… ({len(text)} characters)"
+    if len(text) <= limit:
+        # Small structures stay structures, for whoever reads the lines by program.
+        return value if isinstance(value, dict | list | tuple) else text
+    return f"{text[:limit]}… ({len(text)} characters)"
 
 
 def setup_logging(service: str, level: str = "info") -> None:

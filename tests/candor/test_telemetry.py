@@ -24,6 +24,10 @@ def test_a_line_carries_service_message_extras_and_the_request_id() -> None:
     assert (got["status"], got["path"], got["level"]) == (200, "/x", "info")
 
 
+def test_small_structures_stay_structures() -> None:
+    assert line("m", models={"a": 1}, names=["b"])["models"] == {"a": 1}
+
+
 def test_what_clients_send_is_cut_before_it_is_logged() -> None:
     token = request_id.set("r" * 10**6)
     try:

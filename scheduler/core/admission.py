@@ -10,6 +10,9 @@ from scheduler.core.pool import Pool, Worker
 from scheduler.core.queue import RequestQueue
 from scheduler.core.types import Feature, Limits, Model, ModelKind, Request
 
+_DOUBT = 0.2
+"""Part of an estimated wait by which it may well be wrong: whoever is let in should be in time."""
+
 
 def check_model(pool: Pool, name: str, kind: ModelKind) -> Model:
     """The model it names, provided that somebody serves it."""
@@ -89,19 +92,20 @@ def check_time(now: float, request: Request, eta_s: float | None, prefill_s: flo
             field="deadline_unix_ms",
         )
     wait_s = (eta_s or 0.0) + prefill_s
+    margin_s = _DOUBT * (eta_s or 0.0)
     if eta_s is None and not prefill_s:
         return
     for field, at in (
         ("deadline_unix_ms", request.deadline_at),
         ("ttft_budget_ms", request.first_token_by),
     ):
-        if at is not None and now + wait_s > at:
+        if at is not None and now + wait_s + margin_s > at:
             raise errors.ResourceExhausted(
                 f"the first token is about {1000 * wait_s:.0f} ms away, "
                 f"{field} leaves {1000 * (at - now):.0f} ms",
                 reason="DEADLINE_INFEASIBLE",
                 field=field,
-                retry_after_s=wait_s - (at - now),
+                retry_after_s=max(wait_s - (at - now), margin_s),
             )
 
 

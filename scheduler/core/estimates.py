@@ -24,6 +24,14 @@ class Estimates:
         """A request has freed its seats after that many seat-seconds."""
         self._rate(model).left(seat_s, num_prompt_tokens)
 
+    def started(self, model: str, seconds: float) -> None:
+        """A request that was placed on a full worker has shown its first token after so long."""
+        self._rate(model).started(seconds)
+
+    def start_s(self, model: str) -> float:
+        """From a place on a full worker to the first token: its wait inside the worker and its prompt."""
+        return self._rate(model).start_s
+
     def forget(self, model: str) -> None:
         """Nobody serves the model or waits for it."""
         self._rates.pop(model, None)

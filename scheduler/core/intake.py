@@ -54,7 +54,10 @@ class Intake:
         must_wait = not self._pool.masks(model, [needs])
         position = self._queue.position(record) if must_wait else 0
         eta = self._estimates.eta_s(model, position) if must_wait else 0.0
-        admission.check_time(now, request, eta, self._prefill_s(record))
+        first_s = self._prefill_s(record)
+        if must_wait:
+            first_s = max(first_s, self._estimates.start_s(model))
+        admission.check_time(now, request, eta, first_s)
         if must_wait:
             retry_after_s = self._estimates.retry_after_s(model, self._queue.num_requests)
             admission.check_bounds(self._queue, self._limits, request, retry_after_s)

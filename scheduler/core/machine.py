@@ -189,6 +189,8 @@ class Scheduler:
         self.pool.prefilled(record.worker, record)
         if record.first_token_at is None:
             record.first_token_at = now
+            if record.was_beyond_slots:
+                self._estimates.started(record.model, now - record.dispatched_at)
 
     def request_finished(self, now: float, record: Record) -> list[Action]:
         """The worker's closing words: the request's one ending."""
@@ -316,6 +318,7 @@ class Scheduler:
         record.dispatched_at = now
         record.waited_s += now - record.queued_at
         record.stranded_at = None
+        record.was_beyond_slots = worker.seats_used >= worker.spec.slots
         self.pool.assign(now, worker, record)
         self._arm(record)
 
@@ -323,7 +326,10 @@ class Scheduler:
         """Why a seat would be wasted on it: its first token cannot be there in time any more."""
         if not self.limits.shed or record.first_token_at is not None:
             return None
-        first_at = now + self.placer.prefill_s(record, worker)
+        first_s = self.placer.prefill_s(record, worker)
+        if worker.seats_used >= worker.spec.slots:
+            first_s = max(first_s, self._estimates.start_s(record.model))
+        first_at = now + first_s
         return deadlines.hopeless(now, record, first_at, self._retry_after_s(record.model))
 
     def _retry_after_s(self, model: str) -> float:

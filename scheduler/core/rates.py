@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-_WEIGHT = 0.1
-"""Of the newest request in the running means: about the last twenty count."""
+_WEIGHT = 0.05
+"""Of the newest request in the running means: about the last forty count."""
 
 
 class DrainRate:
@@ -16,6 +16,22 @@ class DrainRate:
     def __init__(self) -> None:
         self._seat_s: float | None = None
         self._tokens = 0.0
+        self._start_s: float | None = None
+        self._start_spread_s = 0.0
+
+    def started(self, seconds: float) -> None:
+        """A request that was placed on a full worker has shown its first token after so long."""
+        if self._start_s is None:
+            self._start_s = seconds
+        else:
+            error = seconds - self._start_s
+            self._start_s += _WEIGHT * error
+            self._start_spread_s += _WEIGHT * (abs(error) - self._start_spread_s)
+
+    @property
+    def start_s(self) -> float:
+        """Time from a place on a full worker to the first token that nearly all keep; 0 while not measured."""
+        return 0.0 if self._start_s is None else self._start_s + 2 * self._start_spread_s
 
     def left(self, seat_s: float, num_prompt_tokens: int) -> None:
         """A request has freed its seats after that many seat-seconds."""

@@ -66,6 +66,8 @@ class Record:
     dispatched_at: float = 0.0
     waited_s: float = 0.0
     """Time spent in the queue, over all attempts."""
+    was_beyond_slots: bool = False
+    """Whether all slots of its worker were taken when it was placed there."""
     was_started: bool = False
     first_token_at: float | None = None
     choices: dict[int, Choice] = field(default_factory=dict)

@@ -161,16 +161,20 @@ def test_estimates_of_the_wait_are_right_within_a_quarter() -> None:
 
 
 def test_refusing_and_shedding_serve_more_in_time_than_letting_all_wait() -> None:
-    trace = traces.overload(1, 30, 16, 2.0)
-    plain = Twin([SMALL], order="fcfs").run(trace)
-    shed = Twin([SMALL], tells_budgets=True).run(trace)
+    trace = traces.overload(1, 30, 32, 2.0)
+    plain = Twin([SMALL] * 2, order="fcfs").run(trace)
+    shed = Twin([SMALL] * 2, tells_budgets=True).run(trace)
     good = [sum(map(report.is_good, r.outcomes)) / r.duration_s for r in (plain, shed)]
     assert good[1] >= 1.5 * good[0]
     refused = [o for o in shed.outcomes if o.refused]
     assert {o.refused for o in refused} <= {"DEADLINE_INFEASIBLE", "TTFT_BUDGET"}
-    started = [o for o in shed.outcomes if not o.refused]
-    in_time = sum(o.ttft_s is not None and o.ttft_s <= 2.0 for o in started)
-    assert in_time >= 0.95 * len(started)
+    # From when the drain rate has been measured: before that, all are let in.
+    known = [o for o in shed.outcomes if o.request.at_s > 5]
+    admitted = [o for o in known if not o.refused or o.ended_at != o.request.at_s]
+    in_time = sum(not o.refused and o.ttft_s is not None and o.ttft_s <= 2.0 for o in admitted)
+    assert in_time >= 0.93 * len(admitted)
+    # Hardly anything is computed for nothing.
+    assert sum(o.placed_at is not None for o in known if o.refused) <= 0.02 * len(admitted)
 
 
 def test_shared_prefixes_let_deficit_serve_more_than_counting_tokens() -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from bench import engine
+from bench import engine, loop
 from bench import load as generator
 from bench.stack import Running, candor_stack, cpu_seconds, llamacpp_server, wait_quiet
 from candor.cli import models
@@ -35,8 +35,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--runner", default="auto", help="runner of our workers")
     parser.add_argument(
-        "--only", choices=["peer", "shapes", "cost", "engine"], help="one part of it"
+        "--only", choices=["peer", "shapes", "cost", "engine", "loop"], help="one part of it"
     )
+    parser.add_argument("--flips", type=int, default=0, help="requests for the last table of loop")
     a = parser.parse_args()
     path = models.ensure(a.model) if a.model in models.KNOWN else models.resolve(a.model)
     console.print(
@@ -45,6 +46,9 @@ def main() -> None:
         " tokens, greedy, streamed",
         highlight=False,
     )
+    if a.only == "loop":
+        runner = "native" if a.runner == "auto" else a.runner
+        loop.Bench(path, a.threads, console).run(runner, a.flips)
     if a.only in (None, "engine"):
         engine.measure(path, a.threads, console)
     if a.only in (None, "peer", "shapes"):

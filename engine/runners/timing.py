@@ -14,7 +14,10 @@ ROUNDS = 3
 
 
 def pass_times(runner: Runner) -> list[tuple[int, float]]:
-    """(tokens, median seconds) for small passes, all in one row that is given back; none if nothing fits."""
+    """(tokens, median seconds) for small passes, in a row of the empty runner that is empty again afterwards.
+
+    None at all where the context and one more token do not fit.
+    """
     room = min(runner.max_batch_tokens, runner.max_model_len, runner.kv_tokens) - CONTEXT_TOKENS
     sizes = [size for size in SIZES if size <= room]
     if not sizes:

@@ -39,7 +39,8 @@ class Distribution:
     """A row behind temperature and truncation. `z` is relative to the row's maximum.
 
     `kept`: ids that truncation left, in no particular order. None when it is off, and when it left too many to
-    list: then it took away the weights of the others.
+    list: then it took away the weights of the others. Made of memory that the distribution after the next one
+    on this thread uses again.
     """
 
     def __init__(self, raw: Logits, params: SamplingParams) -> None:

@@ -7,6 +7,7 @@ numbers are the same to the bit whatever the batch.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -28,11 +29,13 @@ _LN2_HIGH, _LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
 _LEAST = np.float32(-87.0)
 """Below, exp is nothing that a sum of float32 would notice."""
 _HALF, _ONE, _ZERO = np.float32(0.5), np.float32(1.0), np.float32(0.0)
+_NOTHING = np.float32(-np.inf)
 _C3, _C4 = np.float32(1 / 6), np.float32(1 / 24)
 _C5, _C6, _C7 = np.float32(1 / 120), np.float32(1 / 720), np.float32(1 / 5040)
 
 
 _READ = numba.types.Array(numba.float32, 1, "C", readonly=True)
+_MASK = numba.types.Array(numba.boolean, 1, "C", readonly=True)
 _F4, _I4 = numba.float32[::1], numba.int32[::1]
 
 
@@ -59,13 +62,63 @@ class Weighed(NamedTuple):
     """Of the weights of each GROUP of neighbours."""
 
 
+class _Scratch(threading.local):
+    """Memory for rows of one length, a set for each thread. Fresh memory would cost a page fault every few
+    hundred tokens, which together take longer than the arithmetic."""
+
+    def __init__(self) -> None:
+        self.size = -1
+        self.turn = 0
+
+    def next(self, size: int) -> Weighed:
+        """Room for one of the two rows that may be looked at together."""
+        self._fit(size)
+        self.turn = 1 - self.turn
+        return self.rows[self.turn]
+
+    def copy(self, size: int) -> Row:
+        """Room for a row that is changed before it is weighed."""
+        self._fit(size)
+        return self.changed
+
+    def _fit(self, size: int) -> None:
+        if size != self.size:
+            self.size = size
+            self.changed = np.empty(size, np.float32)
+            sums = -(-size // GROUP)
+            self.rows = [
+                Weighed(*(np.empty(n, np.float32) for n in (size, size, sums))) for _ in range(2)
+            ]
+
+
+_scratch = _Scratch()
+
+
 def weigh(raw: Row, highest: np.float32, temperature: np.float32) -> Weighed:
-    """z = (raw - highest) / temperature and what follows from it."""
-    z, weights = np.empty_like(raw, order="C"), np.empty_like(raw, order="C")
-    sums = np.empty(-(-len(raw) // GROUP), np.float32)
-    bits = weights.view(np.int32)
-    _weigh(np.ascontiguousarray(raw), highest, temperature, z, weights, bits, sums)
-    return Weighed(z, weights, sums)
+    """z = (raw - highest) / temperature and what follows from it.
+
+    The arrays belong to the caller until the call after the next one on this thread.
+    """
+    out = _scratch.next(len(raw))
+    bits = out.weights.view(np.int32)
+    _weigh(np.ascontiguousarray(raw), highest, temperature, out.z, out.weights, bits, out.sums)
+    return out
+
+
+def copied(raw: Row, mask: NDArray[np.bool_] | None) -> Row:
+    """The row, with -inf where `mask` allows nothing; the caller's until the next call on this thread."""
+    out = _scratch.copy(len(raw))
+    if mask is None:
+        out[:] = raw
+    else:
+        _keep_allowed(np.ascontiguousarray(raw), mask, out)
+    return out
+
+
+@_compiled(numba.void, _READ, _MASK, _F4)
+def _keep_allowed(raw: Row, mask: NDArray[np.bool_], out: Row) -> None:
+    for i in range(len(raw)):
+        out[i] = raw[i] if mask[i] else _NOTHING
 
 
 @_compiled(numba.void, _READ, numba.float32, numba.float32, _F4, _F4, _I4, _F4)

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from candor import errors
 from engine.core.distribution import Distribution, Ids, broken, nothing_allowed
 from engine.core.philox import uniform
+from engine.core.row_kernels import copied
 from engine.core.types import Logits, SamplingParams, TokenScores
 
 _EPS = 1e-5
@@ -224,11 +225,14 @@ def _uniform(row: Row) -> float:
 
 
 def shaped(raw: Logits, row: Row) -> Logits:
-    """The row after bias, masks and penalties: everything before the temperature. `raw` is left as it is."""
+    """The row after bias, masks and penalties: everything before the temperature. `raw` is left as it is.
+
+    What is returned may be overwritten by the next call.
+    """
     rules = row.rules
     if row.is_bare:
         return raw
-    z = raw.copy() if row.mask is None else np.where(row.mask, raw, np.float32(-np.inf))
+    z = copied(raw, row.mask)
     if len(rules.bias_ids):
         z[rules.bias_ids] += rules.bias_values
     if rules.allowed_ids is not None:

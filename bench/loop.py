@@ -110,7 +110,8 @@ class Bench:
         self._print_drafts(loaded, costs)
         loaded.close()
         if flips:
-            self._print_flips(flips)
+            self._print_flips("two tokens behind four", list(self._short(flips)))
+            self._print_flips("24 tokens of chat", self._longer(flips // 10))
 
     # --- the loop beside the forward pass ---
 
@@ -234,10 +235,10 @@ class Bench:
 
     # --- what the batch does to llama.cpp's numbers ---
 
-    def _print_flips(self, count: int) -> None:
-        """The same short greedy requests alone and eight at a time: how many tokens differ."""
+    def _print_flips(self, name: str, requests: Sequence[Request]) -> None:
+        """The same greedy requests alone and eight at a time: how many tokens differ."""
         runner = self._open("llamacpp")
-        requests = list(self._short(count))
+        count = len(requests)
         began = time.perf_counter()
         alone = self._serve(self._engine(runner, slots=1), requests)
         together = self._serve(self._engine(runner), requests)
@@ -249,7 +250,7 @@ class Bench:
             # Behind the first other token the two texts have nothing to do with each other.
             flipped += at is not None
             compared += len(tokens) if at is None else at + 1
-        table = Table("llamacpp, alone and in a batch of 8", "", title="")
+        table = Table("llamacpp, alone and in a batch of 8", name, title="")
         table.add_row("requests", str(count))
         table.add_row("of them answered otherwise", f"{flipped} ({100 * flipped / count:.2f} %)")
         table.add_row("greedy tokens compared, up to the first other one", str(compared))
@@ -273,6 +274,11 @@ class Bench:
                 sampling=SamplingParams(temperature=0),
                 stopping=StoppingParams(2, ignore_eos=True),
             )
+
+    def _longer(self, count: int) -> list[Request]:
+        greedy = SamplingParams(temperature=0)
+        words = [f"Write {k + 5} words about {SUBJECTS[k % len(SUBJECTS)]}." for k in range(count)]
+        return [self._chat(key, text, greedy, 24) for key, text in enumerate(words)]
 
     # --- parts ---
 

@@ -16,7 +16,6 @@ from gateway.dialects.vllm05.answer import Assembly, Piece
 from gateway.dialects.vllm05.heading import Heading, UsageRule, new_id, usage
 from gateway.dialects.vllm05.logprobs import chat_entry, prompt_maps
 from gateway.events import Delta, Tagged, TokenLogprobs
-from gateway.sse import DONE, event
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,11 +132,8 @@ class ChatStream:
     def finish(self) -> bytes:
         """The chunk with the sums, where it was asked for, and the end of the stream."""
         assembly = self._assembly
-        if not self._rule.has_final:
-            return DONE
         total = usage(assembly.num_prompt_tokens, assembly.num_completion_tokens)
-        body = self._heading + b',"choices":[],"usage":' + orjson.dumps(total) + b"}"
-        return event(body) + DONE
+        return self._rule.closing(self._heading, total)
 
     def _begin(self) -> bytes:
         self._has_begun = True

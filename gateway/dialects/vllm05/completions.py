@@ -147,11 +147,8 @@ class CompletionStream:
     def finish(self) -> bytes:
         """The chunk with the sums, where it was asked for, and the end of the stream."""
         assembly = self._assembly
-        if not self._rule.has_final:
-            return DONE
         total = usage(assembly.num_prompt_tokens, assembly.num_completion_tokens)
-        body = self._heading + b',"choices":[],"usage":' + orjson.dumps(total) + b"}"
-        return event(body) + DONE
+        return self._rule.closing(self._heading, total)
 
     def _chunk(self, piece: Piece) -> bytes:
         choice, end = piece.choice, piece.end

@@ -8,6 +8,8 @@ from typing import Any
 
 import orjson
 
+from gateway.sse import DONE, event
+
 
 def new_id(prefix: str) -> str:
     """An identifier: the prefix and 32 hexadecimal digits."""
@@ -52,6 +54,15 @@ class UsageRule:
             return cls(shows_null=always_shown)
         is_running = bool(stream_options.continuous_usage_stats)
         return cls(has_final=True, is_running=is_running, shows_null=True)
+
+    def closing(self, heading: bytes, total: dict[str, int]) -> bytes:
+        """The end of a stream: the chunk with the sums, where it was asked for, and [DONE].
+
+        `heading`: the first four keys, the brace left open.
+        """
+        if not self.has_final:
+            return DONE
+        return event(heading + b',"choices":[],"usage":' + orjson.dumps(total) + b"}") + DONE
 
 
 def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
